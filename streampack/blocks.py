@@ -1,0 +1,212 @@
+"""Reading: a lane's share of the source as blocks of consecutive examples, the unit of shuffling and of seeking.
+
+Shards are read in chunks of CHUNK examples at fixed places, so that a chunk of a shard that several lanes of a process
+share is read once while they stay near each other; a lane that falls behind the cache gets a reader of its own.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from streampack.dealing import Deal
+from streampack.order import IntArray
+from streampack.sources import Source, where
+from streampack.tables import Block, Chunk, Position, concatenate, sizes, take
+
+CHUNK = 256
+BLOCK_BYTES = 8 << 20
+"""A block ends at this size, whatever its number of examples (part of the stream's identity, like shuffle_block)."""
+CACHE_BYTES = 64 << 20
+OPEN_READERS = 64
+
+
+class ShardReader:
+    """Chunks of shards by number, for all lanes of a process. Holds at most CACHE_BYTES and OPEN_READERS readers."""
+
+    def __init__(self, source: Source, *, columns: list[str] | None) -> None:
+        self.source = source
+        self.columns = columns
+        self._chunks: OrderedDict[tuple[int, int], tuple[Chunk, int]] = OrderedDict()
+        self._bytes = 0
+        self._readers: OrderedDict[tuple[int, int], Iterator[Chunk]] = OrderedDict()
+
+    def chunk(self, shard: int, number: int, *, shared: bool) -> Chunk:
+        """Examples number * CHUNK ... of a shard; fewer than CHUNK at its end, none after it."""
+        key = shard, number
+        if key in self._chunks:
+            self._chunks.move_to_end(key)
+            return self._chunks[key][0]
+        reader = self._readers.pop(key, None) or self._read(shard, number)
+        chunk = next(reader, [])
+        if len(chunk) == CHUNK:
+            self._readers[shard, number + 1] = reader
+            if len(self._readers) > OPEN_READERS:
+                self._readers.popitem(last=False)
+        if shared:
+            self._keep(key, chunk)
+        return chunk
+
+    def _keep(self, key: tuple[int, int], chunk: Chunk) -> None:
+        size = int(sizes(chunk).sum())
+        self._chunks[key] = chunk, size
+        self._bytes += size
+        while self._bytes > CACHE_BYTES and len(self._chunks) > 1:
+            self._bytes -= self._chunks.popitem(last=False)[1][1]
+
+    def _read(self, shard: int, number: int) -> Iterator[Chunk]:
+        """Full chunks from `number` on, then the rest of the shard."""
+        held: list[Chunk] = []
+        count = 0
+        for piece in self._pieces(shard, number * CHUNK):
+            held.append(piece)
+            count += len(piece)
+            while count >= CHUNK:
+                joined = concatenate(held)
+                yield joined[:CHUNK]
+                rest = joined[CHUNK:]
+                held, count = ([rest] if len(rest) else []), len(rest)
+        if held:
+            yield concatenate(held)
+
+    def _pieces(self, shard: int, start: int) -> Iterator[Chunk]:
+        index = start
+        examples: list[Any] = []
+        try:
+            for item in self.source.read(shard, start):
+                if isinstance(item, pa.Table):
+                    if examples:
+                        yield examples
+                        examples = []
+                    index += len(item)
+                    yield self._select(item)
+                else:
+                    index += 1
+                    examples.append(item)
+                    if len(examples) == CHUNK:
+                        yield examples
+                        examples = []
+        except Exception as error:
+            _add_place(error, f"while reading {where(self.source, shard, index)}")
+            raise
+        if examples:
+            yield examples
+
+    def _select(self, table: pa.Table) -> pa.Table:
+        if self.columns is not None and set(self.columns) <= set(table.column_names):
+            return table.select(self.columns)
+        return table
+
+
+class BlockReader:
+    """The blocks of one lane: up to `size` examples each, across shards, within one epoch."""
+
+    def __init__(self, reader: ShardReader, deal: Deal, *, lane: int, size: int) -> None:
+        self.reader = reader
+        self.deal = deal
+        self.lane = lane
+        self.size = size
+
+    def epoch(self, start: Position) -> Iterator[Block]:
+        """The blocks from `start`, which must be the start of a block, to the end of its epoch."""
+        held: list[_Piece] = []
+        for piece in self._read(start):
+            left: _Piece | None = piece
+            while left is not None:
+                left, block_is_full = self._add(held, left)
+                if block_is_full:
+                    yield self._block(start, held)
+                    last = held[-1]
+                    start = Position(start.epoch, last.turn, last.next_index, start.block + 1)
+                    held = []
+        if held:
+            yield self._block(start, held)
+
+    def _add(self, held: "list[_Piece]", piece: "_Piece") -> "tuple[_Piece | None, bool]":
+        """Add what fits of a piece to the examples held; return what is left of it and whether the block is full."""
+        count, used = sum(len(one.indices) for one in held), sum(int(one.sizes.sum()) for one in held)
+        ends = used + np.cumsum(piece.sizes)
+        fits = min(self.size - count, int(np.searchsorted(ends, BLOCK_BYTES)) + 1, len(piece.indices))
+        held.append(piece.cut(0, fits))
+        full = count + fits == self.size or int(ends[fits - 1]) >= BLOCK_BYTES
+        return (piece.cut(fits, len(piece.indices)) if fits < len(piece.indices) else None), full
+
+    def _block(self, start: Position, held: "list[_Piece]") -> Block:
+        return Block(
+            source=self.reader.source,
+            position=start,
+            shards=np.concatenate([np.full(len(piece.indices), piece.shard) for piece in held]),
+            indices=np.concatenate([piece.indices for piece in held]),
+            data=concatenate([piece.chunk for piece in held]),
+        )
+
+    def _read(self, start: Position) -> "Iterator[_Piece]":
+        turns = self.deal.turns(epoch=start.epoch, lane=self.lane)
+        for turn in range(start.turn, len(turns)):
+            shard, dealt = turns[turn]
+            index = start.index if turn == start.turn else 0
+            first = index * self.deal.lanes if dealt else index
+            number = first // CHUNK
+            while True:
+                chunk = self.reader.chunk(shard, number, shared=dealt)
+                indices, nexts = self._mine(start.epoch, shard, dealt, number, index, len(chunk))
+                if len(indices):
+                    mine = take(chunk, indices - number * CHUNK)
+                    yield _Piece(shard, turn, indices, nexts, mine, sizes(mine))
+                if len(chunk) < CHUNK:
+                    break
+                number += 1
+
+    def _mine(
+        self, epoch: int, shard: int, dealt: bool, number: int, index: int, length: int
+    ) -> tuple[IntArray, IntArray]:
+        """(indices of this lane's examples in a chunk, the position after each), from `index` on."""
+        low, high = number * CHUNK, number * CHUNK + length
+        if not dealt:
+            indices = np.arange(max(low, index), high)
+            return indices, indices + 1
+        lanes = self.deal.lanes
+        groups = range(max(low // lanes, index), max(-(-high // lanes), index))
+        if not groups:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        indices = self.deal.dealt_indices(epoch=epoch, shard=shard, lane=self.lane, groups=groups)
+        inside = (indices >= low) & (indices < high)
+        return indices[inside], np.arange(groups.start + 1, groups.stop + 1)[inside]
+
+
+class _Piece:
+    """A lane's examples of one chunk."""
+
+    __slots__ = ("chunk", "indices", "nexts", "shard", "sizes", "turn")
+
+    def __init__(
+        self, shard: int, turn: int, indices: IntArray, nexts: IntArray, chunk: Chunk, sizes: IntArray
+    ) -> None:
+        self.shard = shard
+        self.turn = turn
+        self.indices = indices
+        self.nexts = nexts
+        self.chunk = chunk
+        self.sizes = sizes
+
+    @property
+    def next_index(self) -> int:
+        return int(self.nexts[-1])
+
+    def cut(self, first: int, last: int) -> "_Piece":
+        if (first, last) == (0, len(self.indices)):
+            return self
+        part = slice(first, last)
+        return _Piece(
+            self.shard, self.turn, self.indices[part], self.nexts[part], self.chunk[part], self.sizes[part]
+        )
+
+
+def _add_place(error: Exception, place: str) -> None:
+    """Say where an error of a source happened, keeping its type: as a note, or before Python 3.11 in its message."""
+    if hasattr(error, "add_note"):
+        error.add_note(place)
+    else:
+        error.args = (f"{error} ({place})",)

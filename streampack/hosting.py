@@ -1,0 +1,106 @@
+"""Hosting: which rank and worker runs which lanes, and how the rows of a rank come back into one order.
+
+Row g comes from lane g % lanes. Counting lanes from the row where a run begins, `first_row`, rank r of R hosts the
+offsets j with j % R == r, at its places q = j // R; worker w of W runs the places with q % W == w. In each cycle over
+the lanes every worker sends its share as a message (several where rows are long), and the rank lays them out by place.
+With 4 lanes, 2 ranks, 2 workers, from row 0: rank 1 hosts lanes 1 and 3; its worker 0 runs lane 1, its worker 1 lane 3.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from streampack.lanes import Lane
+from streampack.rows import Row
+from streampack.state import LaneState
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A row that a lane gives (or None: it has ended), with the lane's state after it."""
+
+    cycle: int
+    place: int
+    lane: int
+    row: Row | None
+    state: LaneState
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A worker's share of a part of a cycle."""
+
+    worker: int
+    part: tuple[int, int]
+    """(cycle, part of it)"""
+    given: list[Given]
+    is_last: bool
+    """All lanes of this worker have ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """The lanes of one worker of one rank.
+
+    first_row: the row where the run begins or resumed.
+    resume_after: places of the first cycle up to this one are out already.
+    rows_per_message: most rows in a message; the first cycle sends single rows, so that the first one comes soon.
+    """
+
+    lanes: int
+    first_row: int
+    rank: int
+    world_size: int
+    worker: int = 0
+    num_workers: int = 1
+    resume_after: int = -1
+    rows_per_message: int = 1
+
+    def messages(self, open_lane: Callable[[int], Lane]) -> Iterator[Message]:
+        """The messages of this worker, one for each part of each cycle, to the end of its last lane.
+
+        Lanes are opened when their turn comes, by number.
+        """
+        open_lanes: dict[int, Lane] = {}
+        places = range(self.lanes // self.world_size)
+        mine = {place: self._lane(place) for place in places if place % self.num_workers == self.worker}
+        cycle = 0
+        while True:
+            step = (self.rows_per_message if cycle else 1) * self.num_workers
+            for part, start in enumerate(range(0, len(places), step)):
+                given = []
+                for place in places[start : start + step]:
+                    if place not in mine or (cycle == 0 and place <= self.resume_after):
+                        continue
+                    lane = open_lanes.get(place) or open_lanes.setdefault(place, open_lane(mine[place]))
+                    row = lane.next_row()
+                    given.append(Given(cycle, place, mine[place], row, lane.state()))
+                    if row is None:
+                        del mine[place], open_lanes[place]
+                yield Message(self.worker, (cycle, part), given, not mine)
+                if not mine:
+                    return
+            cycle += 1
+
+    def _lane(self, place: int) -> int:
+        return (self.first_row + place * self.world_size + self.rank) % self.lanes
+
+    def row_after(self, given: Given) -> int:
+        """The next row of the stream once every rank has given its row of this turn."""
+        return self.first_row + given.cycle * self.lanes + (given.place + 1) * self.world_size
+
+
+def in_order(messages: Iterable[Message], *, num_workers: int) -> Iterator[Given]:
+    """What the workers of a rank give, in the order of its places. Holds at most one part of a cycle."""
+    running = set(range(num_workers))
+    parts: dict[tuple[int, int], list[Message]] = {}
+    for message in messages:
+        parts.setdefault(message.part, []).append(message)
+        while parts:
+            part = min(parts)
+            if not running <= {one.worker for one in parts[part]}:
+                break
+            together = parts.pop(part)
+            yield from sorted((given for one in together for given in one.given), key=lambda given: given.place)
+            running -= {one.worker for one in together if one.is_last}
+    for part in sorted(parts):
+        yield from sorted((given for one in parts[part] for given in one.given), key=lambda given: given.place)

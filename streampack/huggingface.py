@@ -1,0 +1,149 @@
+"""Hugging Face `datasets` as sources: streams (`IterableDataset`) and random access (`Dataset`).
+
+Shuffling, splitting over ranks and epochs happen in streampack, so a dataset that was shuffled or split before is
+refused; `map` and `filter` are fine.
+"""
+
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import datasets
+import pyarrow as pa
+
+from streampack.sources import Example, Source
+
+BATCH = 256
+"""Examples asked of `datasets` at a time. Batches are about 10 times faster than single examples, and, unlike single
+ones, are not split again inside a DataLoader worker."""
+
+
+def as_huggingface_source(data: Any, *, lanes: int, name: str | None) -> Source:
+    """Wrap a `datasets.IterableDataset` or `datasets.Dataset`.
+
+    Raises:
+        ValueError: for a dataset that was shuffled or split by node.
+        TypeError: for other classes of `datasets`.
+    """
+    if isinstance(data, datasets.IterableDataset):
+        return StreamSource(data, lanes=lanes, name=name)
+    if isinstance(data, datasets.Dataset):
+        return TableSource(data, name=name)
+    advice = f"; choose one split, e.g. dataset[{next(iter(data))!r}]" if isinstance(data, dict) and data else ""
+    raise TypeError(f"cannot stream from datasets.{type(data).__name__}{advice}")
+
+
+class StreamSource:
+    """A `datasets.IterableDataset`. A Parquet stream with fewer shards than lanes is cut into row groups."""
+
+    def __init__(self, stream: Any, *, lanes: int, name: str | None) -> None:
+        _refuse_shuffled_or_split(stream)
+        if stream.num_shards < lanes and hasattr(stream, "reshard"):
+            # Only Parquet gains by it: each row group can be sought alone. Others return the same shards.
+            stream = stream.reshard()
+        self.num_shards = int(stream.num_shards)
+        files = _files(stream)
+        self.shard_files = files if len(files) == self.num_shards else None
+        self.name = name or _stream_name(stream, files, self.num_shards)
+        self.num_examples = None
+        arrow = getattr(stream._ex_iterable, "iter_arrow", None) is not None
+        self.stream = stream.with_format("arrow" if arrow else None)
+
+    def read(self, shard: int, start: int) -> Iterator[Example | pa.Table]:
+        stream = self.stream.shard(num_shards=self.num_shards, index=shard)
+        if start:
+            stream = stream.skip(start)
+        for batch in stream.iter(batch_size=BATCH):
+            if isinstance(batch, pa.Table):
+                yield batch
+            else:
+                yield from (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
+
+    def locate(self, shard: int, index: int) -> tuple[int | str, int]:
+        return (self.shard_files[shard] if self.shard_files else shard), index
+
+
+class TableSource:
+    """A `datasets.Dataset` (Arrow): random access. Shards are runs of `RUN` consecutive examples."""
+
+    RUN = 64
+
+    def __init__(self, table: Any, *, name: str | None) -> None:
+        self.num_examples = len(table)
+        self.num_shards = max(1, -(-self.num_examples // self.RUN))
+        self.name = name or _table_name(table)
+        # A user's own formatting function (set_transform) decides what an example is; else Arrow is the fast way.
+        self.table = table if table.format["type"] == "custom" else table.with_format("arrow")
+
+    def read(self, shard: int, start: int) -> Iterator[Example | pa.Table]:
+        first, last = shard * self.RUN + start, min((shard + 1) * self.RUN, self.num_examples)
+        if first >= last:
+            return
+        if self.table.format["type"] == "arrow":
+            yield self.table[first:last]
+        else:
+            yield from (self.table[index] for index in range(first, last))
+
+    def locate(self, shard: int, index: int) -> tuple[int, int]:
+        return 0, shard * self.RUN + index
+
+
+def _refuse_shuffled_or_split(stream: Any) -> None:
+    if stream._distributed is not None:
+        raise ValueError(
+            "this dataset was split by node (split_dataset_by_node): streampack deals the stream to ranks and workers "
+            "itself, so that the rows do not depend on them; pass the dataset as it was before"
+        )
+    if any("Shuffle" in type(node).__name__ for node in _nodes(stream._ex_iterable)):
+        raise ValueError(
+            "this dataset was shuffled: its buffer is lost when a run resumes and its order changes with the workers; "
+            "pass the dataset as it was before .shuffle(), and PackedDataset(..., shuffle=True, seed=...)"
+        )
+
+
+def _nodes(node: Any) -> Iterator[Any]:
+    """The chain (or tree) of iterables inside an IterableDataset, outermost first."""
+    yield node
+    for inner in [getattr(node, "ex_iterable", None), *(getattr(node, "ex_iterables", None) or [])]:
+        if inner is not None:
+            yield from _nodes(inner)
+
+
+def _files(stream: Any) -> list[str]:
+    """The data files of a stream in the order of its shards, [] if it does not read files."""
+    for node in _nodes(stream._ex_iterable):
+        arguments = getattr(node, "kwargs", None) or {}
+        for key in ("original_files", "base_files", "files", "tar_paths"):
+            files = arguments.get(key)
+            if isinstance(files, list) and files and all(isinstance(file, str) for file in files):
+                return files
+    return []
+
+
+def _stream_name(stream: Any, files: list[str], num_shards: int) -> str:
+    if not files:
+        warnings.warn(
+            f"a stream of {num_shards} shards without files has no name that tells it from another; pass "
+            "source_name='...' so that a saved state can be refused for other data",
+            stacklevel=6,
+        )
+        return f"stream of {num_shards} shards"
+    return f"{_describe_files(files)} ({num_shards} shards)"
+
+
+def _describe_files(files: list[str]) -> str:
+    """Relative names and sizes. Names on a hub hold the revision; asking for their sizes would cost a request each."""
+    unique = list(dict.fromkeys(files))
+    folder = os.path.commonpath(unique) if len(unique) > 1 and "://" not in unique[0] else os.path.dirname(unique[0])
+    described = []
+    for file in unique:
+        size = f":{os.path.getsize(file)}" if os.path.exists(file) else ""
+        described.append((file if "://" in file else os.path.relpath(file, folder or ".")) + size)
+    return " ".join(described)
+
+
+def _table_name(table: Any) -> str:
+    files = [cache["filename"] for cache in table.cache_files]
+    names = " ".join(f"{os.path.basename(file)}:{os.path.getsize(file)}" for file in files if os.path.exists(file))
+    return f"{names or 'table'} with {len(table)} examples of {', '.join(table.column_names)}"

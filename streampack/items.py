@@ -1,0 +1,194 @@
+"""Items: what enters a lane's buffer. Blocks are shuffled, encoded and cut into fragments of at most a row.
+
+The examples of a lane are numbered in the order in which it takes them. Numbers do not depend on what encoding makes of
+an example, so an example that waits can be found again by its number without encoding those before it.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from streampack.blocks import BlockReader
+from streampack.encode import Encoded, Encoder
+from streampack.order import permutation
+from streampack.sources import Example
+from streampack.tables import Block, Position
+
+Transform = Callable[[Example], Example | None]
+_SHUFFLE = 16  # keeps the random streams of blocks apart from those of dealing
+
+
+@dataclass(slots=True)
+class Item:
+    """A waiting example, or what waits of it: a fragment, or with `wrapped` packing its rest."""
+
+    number: int
+    start: int
+    """Its first token in the example."""
+    ids: npt.NDArray[np.int32]
+    targets: npt.NDArray[np.bool_] | None
+    cells: int
+    """Cells that it takes in a row: its tokens, rounded up to pad_to_multiple_of."""
+    place: tuple[int, int, int]
+    """(epoch, shard, index)"""
+    is_last: bool
+    """No fragment of the example comes after it."""
+    truncated: int = 0
+    """Tokens of the example that were cut off."""
+
+    def cut(self, tokens: int) -> "tuple[Item, Item]":
+        """The first `tokens` tokens, and the rest."""
+        first, rest = slice(0, tokens), slice(tokens, None)
+        targets = self.targets
+        return (
+            Item(self.number, self.start, self.ids[first], None if targets is None else targets[first], tokens,
+                 self.place, False, self.truncated),
+            Item(self.number, self.start + tokens, self.ids[rest], None if targets is None else targets[rest],
+                 self.cells - tokens, self.place, self.is_last),
+        )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Dropped:
+    """An example that is left out, and why."""
+
+    number: int
+    reason: str
+    place: tuple[int, int, int]
+
+
+class ItemReader:
+    """The items of one lane.
+
+    Args:
+        lane: its number.
+        blocks: reads its blocks.
+        encoder: makes tokens of examples.
+        transform: a user's function on single examples, applied after seeking, so never to examples that are used;
+            None from it leaves the example out.
+        shuffle: shuffle within blocks, by (seed, epoch, lane, block).
+        limit: longest fragment in tokens; None: never cut.
+        multiple: each example takes a multiple of this many cells.
+    """
+
+    def __init__(
+        self,
+        lane: int,
+        *,
+        blocks: BlockReader,
+        encoder: Encoder,
+        transform: Transform | None,
+        shuffle: bool,
+        seed: int,
+        limit: int | None,
+        multiple: int,
+    ) -> None:
+        self.lane = lane
+        self.blocks = blocks
+        self.encoder = encoder
+        self.transform = transform
+        self.shuffle = shuffle
+        self.seed = seed
+        self.limit = limit
+        self.multiple = multiple
+        self.opened: list[tuple[int, Position]] = []
+        """(number of the first example, position) of each block read; a lane removes those it is done with."""
+
+    def read(
+        self, position: Position, *, number: int, stop_epoch: int | None, is_used: Callable[[int], bool]
+    ) -> Iterator[list[Item | Dropped]]:
+        """Items in the order of their numbers, a batch of examples at a time.
+
+        Args:
+            position: of the block to start with.
+            number: of that block's first example.
+            stop_epoch: read up to this epoch; None: without end.
+            is_used: examples to pass over, by number; they are not encoded.
+
+        Raises:
+            ValueError: where an endless stream has an epoch that brings this lane nothing.
+        """
+        fresh = number == 0
+        while stop_epoch is None or position.epoch < stop_epoch:
+            found_any = not fresh
+            for block in self.blocks.epoch(position):
+                self.opened.append((number, block.position))
+                found_any = found_any or any(is_used(number + place) for place in range(len(block)))
+                for batch in self._batches(block, number, is_used):
+                    found_any = found_any or any(isinstance(item, Item) for item in batch)
+                    yield batch
+                number += len(block)
+            if stop_epoch is None and not found_any:
+                raise ValueError(
+                    f"lane {self.lane} got no usable example in epoch {position.epoch}, so an endless stream could "
+                    "not go on in order; use fewer lanes (lanes=...), or more data"
+                )
+            position = Position(position.epoch + 1, 0, 0, 0)
+            fresh = True
+
+    def _batches(
+        self, block: Block, number: int, is_used: Callable[[int], bool]
+    ) -> Iterator[list[Item | Dropped]]:
+        order = self._order(block)
+        wanted = [place for place in range(len(block)) if not is_used(number + place)]
+        for first in range(0, len(wanted), self.encoder.batch):
+            places = wanted[first : first + self.encoder.batch]
+            yield self._encode(block, [number + place for place in places], [int(order[place]) for place in places])
+
+    def _order(self, block: Block) -> Any:
+        if not self.shuffle:
+            return range(len(block))
+        return permutation(
+            len(block), self.seed, _SHUFFLE, block.position.epoch, self.lane, block.position.block
+        )
+
+    def _encode(self, block: Block, numbers: list[int], picks: list[int]) -> list[Item | Dropped]:
+        kept = block
+        rows: list[int | None] = list(picks)
+        if self.transform is not None:
+            kept, rows = self._transform(block, picks)
+        encoded = iter(self.encoder.encode(kept, [row for row in rows if row is not None]))
+        shards, indices = block.shards[picks].tolist(), block.indices[picks].tolist()
+        found: list[Item | Dropped] = []
+        for number, row, shard, index in zip(numbers, rows, shards, indices, strict=True):
+            example = "transform" if row is None else next(encoded)
+            place = (block.position.epoch, shard, index)
+            if isinstance(example, str):
+                found.append(Dropped(number, example, place))
+            else:
+                found.extend(self._fragments(number, example, place))
+        return found
+
+    def _transform(self, block: Block, picks: list[int]) -> tuple[Block, list[int | None]]:
+        """The transformed examples as a block of their own, and the row of each pick there, None if left out."""
+        assert self.transform is not None
+        results: list[Example | None] = []
+        for pick, example in zip(picks, block.examples(picks), strict=True):
+            try:
+                results.append(self.transform(example))
+            except Exception as error:
+                raise ValueError(f"{block.where(pick)}: transform raised {type(error).__name__}: {error}") from error
+        count = iter(range(len(results)))
+        rows = [None if result is None else next(count) for result in results]
+        kept = [pick for pick, result in zip(picks, results, strict=True) if result is not None]
+        return block.select(kept, [result for result in results if result is not None]), rows
+
+    def _fragments(self, number: int, example: Encoded, place: tuple[int, int, int]) -> Iterator[Item]:
+        tokens = len(example.ids)
+        for start, stop in _cuts(tokens, self.limit or tokens):
+            whole = stop - start == tokens
+            targets = example.targets if whole or example.targets is None else example.targets[start:stop]
+            ids = example.ids if whole else example.ids[start:stop]
+            cells = -(-len(ids) // self.multiple) * self.multiple
+            yield Item(number, start, ids, targets, cells, place, stop == tokens, example.truncated)
+
+
+def _cuts(tokens: int, limit: int) -> list[tuple[int, int]]:
+    """Where an example is cut. No fragment is a single token, which would have nothing to learn: 9 by 4 is 4, 3, 2."""
+    ends = [*range(limit, tokens, limit), tokens]
+    if len(ends) > 1 and tokens - ends[-2] == 1 and limit > 2:
+        ends[-2] -= 1
+    return list(zip([0, *ends[:-1]], ends, strict=True))

@@ -1,0 +1,159 @@
+"""Progress of a pass: the newest state of each lane among the rows handed out, and what follows from it."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from streampack.hosting import Given, Host
+from streampack.state import COUNTS, VERSION, LaneState, StateError
+from streampack.stream import Stream
+
+HISTORY = 16
+"""Batches back for which `state(batches=...)` can still be asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where a pass begins on one rank."""
+
+    first_epoch: int
+    rank: int
+    world_size: int
+    row: int = 0
+    rows: int = 0
+    """Rows of the pass that all ranks together have handed out before."""
+    resume_after: int = -1
+    states: dict[int, LaneState] = field(default_factory=dict)
+    totals: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
+    """Counts of the passes before."""
+
+    def host(self, stream: Stream, *, worker: int = 0, num_workers: int = 1, rows_per_message: int = 1) -> Host:
+        return Host(
+            lanes=stream.lanes,
+            first_row=self.row,
+            rank=self.rank,
+            world_size=self.world_size,
+            worker=worker,
+            num_workers=num_workers,
+            resume_after=self.resume_after,
+            rows_per_message=rows_per_message,
+        )
+
+
+class Progress:
+    """What one rank has handed out of a pass."""
+
+    def __init__(self, stream: Stream, start: Start) -> None:
+        self.stream = stream
+        self.start = start
+        self.host = start.host(stream)
+        self.lanes = dict(start.states)
+        self.row, self.rows = start.row, start.rows
+        self.batches = 0
+        self.last: Given | None = None
+        self.ended = False
+        """The pass is over: the next one begins with the next epoch."""
+        self._changed: dict[int, LaneState | None] = {}
+        self._history: deque[tuple[int, int, int, dict[int, LaneState | None]]] = deque(maxlen=HISTORY)
+
+    def take(self, given: Given) -> None:
+        """A row is handed out (or a lane has ended)."""
+        self._changed.setdefault(given.lane, self.lanes.get(given.lane))
+        self.lanes[given.lane] = given.state
+        self.last = given
+        if given.row is not None:
+            self.row = self.host.row_after(given)
+            self.rows += self.start.world_size
+
+    def end_batch(self) -> None:
+        """The rows taken since the last call were one batch."""
+        self.batches += 1
+        self._history.append((self.batches, self.row, self.rows, self._changed))
+        self._changed = {}
+
+    def state(self, *, batches: int | None = None) -> dict[str, Any]:
+        """The state after all that was taken, or after the first `batches` batches of this pass.
+
+        Raises:
+            StateError: for a number of batches that is not among the last few.
+        """
+        lanes, row, rows = self._as_of(self.batches if batches is None else batches)
+        return {
+            "version": VERSION,
+            "stream": self.stream.identity(),
+            "pass": self.epochs,
+            "row": row,
+            "rows": rows,
+            "rank": self.start.rank,
+            "world_size": self.start.world_size,
+            "ended": self.ended and batches in (None, self.batches),
+            "totals": dict(self.start.totals),
+            "lanes": {str(lane): state.to_json() for lane, state in sorted(lanes.items()) if state is not None},
+        }
+
+    def _as_of(self, batches: int) -> tuple[dict[int, LaneState | None], int, int]:
+        lanes: dict[int, LaneState | None] = dict(self.lanes)
+        if batches == self.batches:
+            return lanes, self.row, self.rows
+        known = [entry[0] for entry in self._history]
+        oldest = known[0] - 1 if known else self.batches
+        if not oldest <= batches <= self.batches:
+            raise StateError(
+                f"state_dict(batches={batches}): this pass has handed out {self.batches} batches since it began or "
+                f"resumed, and the states after {oldest} .. {self.batches} are kept"
+            )
+        lanes.update(self._changed)
+        row, rows = self.start.row, self.start.rows
+        for count, row_then, rows_then, before in reversed(self._history):
+            if count <= batches:
+                return lanes, row_then, rows_then
+            lanes.update(before)
+            row, rows = row_then - 0, rows_then
+        return self._at_start(lanes, row, rows)
+
+    def _at_start(
+        self, lanes: dict[int, LaneState | None], row: int, rows: int
+    ) -> tuple[dict[int, LaneState | None], int, int]:
+        return lanes, row, rows
+
+    @property
+    def epochs(self) -> list[int | None]:
+        """[first epoch of the pass, the epoch before which it ends or None]"""
+        first = self.start.first_epoch
+        return [first, None if self.stream.epochs is None else first + self.stream.epochs]
+
+    def counts(self) -> dict[str, int]:
+        """Counts of the lanes of this rank since the stream began, in the order of COUNTS."""
+        mine = [state.counts for lane, state in self.lanes.items() if self._hosts(lane)]
+        sums = map(sum, zip(*mine, strict=True)) if mine else [0] * len(COUNTS)
+        return {key: self.start.totals[key] + count for key, count in zip(COUNTS, sums, strict=True)}
+
+    def _hosts(self, lane: int) -> bool:
+        return (lane - self.start.row) % self.stream.lanes % self.start.world_size == self.start.rank
+
+    def stats(self) -> dict[str, float]:
+        """Plain numbers to log, of this rank. See `PackedLoader.stats`."""
+        counts = self.counts()
+        cells = counts["rows"] * self.stream.packer.seq_len
+        mine = [state for lane, state in self.lanes.items() if self._hosts(lane)]
+        lane_rows = [state.counts[0] for state in mine]
+        return {
+            **counts,
+            "padding_tokens": cells - counts["tokens"],
+            "fill": counts["tokens"] / cells if cells else 0.0,
+            "epoch": sum(map(self._epoch_of, mine)) / len(mine) if mine else float(self.start.first_epoch),
+            "lane_rows_min": min(lane_rows, default=0),
+            "lane_rows_max": max(lane_rows, default=0),
+        }
+
+    def _epoch_of(self, state: LaneState) -> float:
+        """Epochs that a lane has read, with the share of the one it is in."""
+        epoch, first, size_before = state.epoch
+        if state.done and self.epochs[1] is not None:
+            return float(self.epochs[1])
+        total = getattr(self.stream.source, "num_examples", None)
+        size = total / self.stream.lanes if total else size_before
+        if size:
+            return epoch + min(1.0, (state.head[0] - first) / size)
+        whole, dealt = divmod(self.stream.source.num_shards, self.stream.lanes)
+        return state.position.epoch + state.position.turn / (whole + dealt)

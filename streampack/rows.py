@@ -1,0 +1,94 @@
+"""Rows: `seq_len` cells that hold whole segments, each an example (or a fragment of one), and a padding tail.
+
+In memory and between processes a row is compact: ids in int32, segment lengths, targets only where they are not simply
+all tokens. `lay_out` makes the full arrays of a whole batch at once. With seq_len 6 and the examples [7, 8, 9] and
+[5, 6]: input_ids [7, 8, 9, 5, 6, pad], position_ids [0, 1, 2, 0, 1, 0], cu_seqlens [0, 3, 5, 6].
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+IGNORE = -100
+"""The label that losses ignore (the default of torch's cross_entropy)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row, compact. n = its segments, c = the cells they cover, 0 <= c <= T."""
+
+    ids: npt.NDArray[np.int32]
+    """int32 [c]: token ids of the segments, one after the other."""
+    lengths: npt.NDArray[np.int64]
+    """int64 [n]: cells of each segment; they sum to c."""
+    targets: npt.NDArray[np.bool_] | None
+    """bool [c]: cells that are targets; None: all (the first cell of a segment never is, see `lay_out`)."""
+    origin: npt.NDArray[np.int64]
+    """int64 [n, 5]: epoch, shard, index, first token, tokens of each segment. Tokens are fewer than cells where each
+    example is padded to a multiple."""
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Labels that count: targets apart from the first cell of each segment."""
+        if self.targets is None:
+            return len(self.ids) - len(self.lengths)
+        firsts = np.cumsum(self.lengths) - self.lengths
+        return int(np.count_nonzero(self.targets) - np.count_nonzero(self.targets[firsts]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The arrays of B rows of T cells. Padding is one last segment of its row. See DESIGN in the README, 'A row'."""
+
+    input_ids: npt.NDArray[np.int64]
+    """int64 [B, T]; padding cells hold pad_token_id."""
+    labels: npt.NDArray[np.int64]
+    """int64 [B, T]: input_ids, or -100 where not a target, at the first cell of each segment and in padding. Not
+    shifted: labels[i] is the id at i, which the model predicts from i - 1 (as in Transformers)."""
+    position_ids: npt.NDArray[np.int64]
+    """int64 [B, T]: 0, 1, 2 ... in each segment."""
+    seq_idx: npt.NDArray[np.int32]
+    """int32 [B, T]: the number of a cell's segment in its row."""
+    cu_seqlens: list[npt.NDArray[np.int32]]
+    """For each row int32 [n + 1], from 0 to T: segment i is cells cu_seqlens[i] : cu_seqlens[i + 1]."""
+    max_seqlen: list[int]
+    """For each row the cells of its longest segment."""
+
+
+def lay_out(rows: Sequence[Row], *, seq_len: int, pad_token_id: int) -> Layout:
+    """Lay out rows as the arrays that models take. `rows` must not be empty; a row without segments is all padding."""
+    count = len(rows)
+    input_ids = np.full((count, seq_len), pad_token_id, dtype=np.int64)
+    labels = np.full((count, seq_len), IGNORE, dtype=np.int64)
+    lengths, segments = [], []
+    for place, row in enumerate(rows):
+        cells = len(row.ids)
+        input_ids[place, :cells] = row.ids
+        labels[place, :cells] = row.ids
+        if row.targets is not None:
+            labels[place, :cells][~row.targets] = IGNORE
+        lengths.append(np.append(row.lengths, seq_len - cells) if cells < seq_len else row.lengths)
+        segments.append(len(lengths[-1]))
+    ends = np.cumsum(np.concatenate(lengths))
+    starts = np.concatenate([[0], ends[:-1]])
+    labels.reshape(-1)[starts] = IGNORE  # the first cell of a segment has nothing of its own to be predicted from
+    all_lengths = np.concatenate(lengths)
+    positions = np.arange(count * seq_len) - np.repeat(starts, all_lengths)
+    numbers = np.concatenate([np.arange(many, dtype=np.int32) for many in segments])
+    return Layout(
+        input_ids=input_ids,
+        labels=labels,
+        position_ids=positions.reshape(count, seq_len),
+        seq_idx=np.repeat(numbers, all_lengths).reshape(count, seq_len),
+        cu_seqlens=[np.concatenate([[0], np.cumsum(one)]).astype(np.int32) for one in lengths],
+        max_seqlen=[int(one.max()) for one in lengths],
+    )
+
+
+def filler_row() -> Row:
+    """A row of nothing but padding."""
+    none: Any = np.zeros(0, dtype=np.int64)
+    return Row(ids=none.astype(np.int32), lengths=none, targets=None, origin=none.reshape(0, 5))

@@ -1,0 +1,125 @@
+"""Sources: where examples come from, as shards that can each be read alone from any index.
+
+A source of your own is one small class; nothing needs to be inherited:
+
+    class Lines:
+        def __init__(self, paths):
+            self.paths = sorted(paths)                      # the same order on every machine
+            self.name = " ".join(self.paths)                # identifies the data in saved states
+            self.num_shards = len(self.paths)
+
+        def read(self, shard, start):                       # examples start, start + 1, ... of one shard
+            with open(self.paths[shard]) as file:
+                for line in itertools.islice(file, start, None):
+                    yield {"text": line}
+
+`read` must give the same examples in the same order each time, and be picklable with its object (open files in `read`).
+It may yield `pyarrow.Table`s of consecutive examples instead of single ones: that is faster.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import pyarrow as pa
+
+Example = Mapping[str, Any]
+
+
+@runtime_checkable
+class Source(Protocol):
+    """What streampack asks of a source. `num_examples` (int or None) and `locate` are optional extras, see `locate`."""
+
+    @property
+    def name(self) -> str:
+        """Identifies the data: a state saved with another name is refused."""
+
+    @property
+    def num_shards(self) -> int:
+        """How many shards there are; at least 1."""
+
+    def read(self, shard: int, start: int) -> Iterator[Example | pa.Table]:
+        """The examples `start`, `start + 1`, ... of a shard, in a fixed order, to its end."""
+
+
+class SequenceSource:
+    """A list, a map-style dataset, anything with `len()` and `[i]`: random access, so seeking costs nothing.
+
+    Shards are runs of `RUN` consecutive examples, so that lanes get even shares and shuffling reaches across the data.
+    """
+
+    RUN = 64
+
+    def __init__(self, sequence: Any, *, name: str | None = None) -> None:
+        self.sequence = sequence
+        self.num_examples = len(sequence)
+        self.num_shards = max(1, -(-self.num_examples // self.RUN))
+        self.name = name or f"{type(sequence).__name__} of {self.num_examples} examples"
+
+    def read(self, shard: int, start: int) -> Iterator[Example]:
+        for index in range(shard * self.RUN + start, min((shard + 1) * self.RUN, self.num_examples)):
+            yield self.sequence[index]
+
+    def locate(self, shard: int, index: int) -> tuple[int, int]:
+        return 0, shard * self.RUN + index
+
+
+class FunctionSource:
+    """A plain function `shard -> iterator of examples`. Seeking runs the function and passes over what came before.
+
+    Args:
+        function: called with a shard number in 0 .. num_shards - 1; must be picklable (defined at module level) for
+            DataLoader workers that are spawned.
+        num_shards: how many shards there are.
+        name: identifies the data in states; default: the function's qualified name.
+    """
+
+    def __init__(self, function: Callable[[int], Any], *, num_shards: int, name: str | None = None) -> None:
+        if num_shards < 1:
+            raise ValueError(f"num_shards={num_shards}: a FunctionSource needs at least 1 shard")
+        self.function = function
+        self.num_shards = num_shards
+        self.name = name or f"{getattr(function, '__qualname__', type(function).__name__)} of {num_shards} shards"
+
+    def read(self, shard: int, start: int) -> Iterator[Example]:
+        return itertools.islice(iter(self.function(shard)), start, None)
+
+
+def as_source(data: Any, *, lanes: int, name: str | None = None) -> Source:
+    """Wrap whatever a user hands over as a Source.
+
+    Args:
+        data: a Source, a `datasets.IterableDataset` or `datasets.Dataset`, or a sequence / map-style dataset.
+        lanes: lanes of the stream; a Parquet stream with fewer shards than this is cut into its row groups.
+        name: identifies the data in states instead of what the source would say itself.
+
+    Raises:
+        TypeError: for anything else, with what to do about it.
+    """
+    if type(data).__module__.partition(".")[0] == "datasets":
+        from streampack.huggingface import as_huggingface_source
+
+        return as_huggingface_source(data, lanes=lanes, name=name)
+    if isinstance(data, Source) and not hasattr(data, "__getitem__"):
+        if name is not None and name != data.name:
+            raise ValueError(f"source_name={name!r}: this source names itself {data.name!r}; set its .name instead")
+        return data
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, str | bytes | Mapping):
+        return SequenceSource(data, name=name)
+    raise TypeError(
+        f"cannot stream from {type(data).__name__}: pass a datasets.IterableDataset or Dataset, a list or map-style "
+        "dataset, streampack.FunctionSource(shard -> iterator, num_shards=...), or an object with `name`, "
+        "`num_shards` and `read(shard, start)`"
+    )
+
+
+def locate(source: Source, shard: int, index: int) -> tuple[int | str, int]:
+    """(shard, index) as a person knows them: a source's own `locate(shard, index)` if it has one."""
+    own = getattr(source, "locate", None)
+    return own(shard, index) if own else (shard, index)
+
+
+def where(source: Source, shard: int, index: int) -> str:
+    """The place of an example, for error messages."""
+    shard_name, place = locate(source, shard, index)
+    return f"source {source.name!r}, shard {shard_name}, index {place}"

@@ -1,0 +1,177 @@
+"""States: where a stream is, as references. A lane's state is a short JSON text, the stream's a dict of plain values.
+
+{"version": 1, "stream": {what identifies it}, "row": 4096, "rows": 4096, "pass": [0, 1], "rank": 0, "world_size": 1,
+ "totals": {counts of finished passes}, "lanes": {"0": "...", "1": "...", ...}}
+"""
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from streampack.tables import Position
+
+VERSION = 1
+
+COUNTS = (
+    "rows",
+    "segments",
+    "tokens",
+    "loss_tokens",
+    "examples",
+    "split",
+    "truncated_tokens",
+    "no_target_tokens",
+    "empty",
+    "no_target",
+    "bad",
+    "overlong",
+    "transform",
+)
+"""A lane's counters: rows made, segments and real tokens and targets in them; examples taken, those split, tokens cut
+off by truncation, tokens of rows left out since they held no target; examples left out, by reason."""
+
+
+class StateError(ValueError):
+    """A saved state that cannot be continued here; the message names both values and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaneState:
+    """A lane after a row: which examples wait, by number, and where to read them again."""
+
+    position: Position
+    """Of a block at or before the oldest waiting example ..."""
+    first: int
+    """... and the number of that block's first example."""
+    waiting: bytes
+    """For the numbers from `first` on: 1 where (some of) the example waits, else 0."""
+    head: tuple[int, int]
+    """(number, first token) of the next example, or fragment, to enter the buffer."""
+    fragments: tuple[tuple[int, tuple[int, ...]], ...]
+    """(number, first tokens) of the examples of which only these fragments wait."""
+    planned: int
+    """How many rows of the plan made with this buffer are out."""
+    epoch: tuple[int, int, int]
+    """(epoch that enters, number of its first example, examples of the epoch before or 0 where unknown)"""
+    counts: tuple[int, ...]
+    """In the order of COUNTS, since the pass began."""
+    done: bool
+    """The lane has given all its rows of the pass."""
+
+    def to_json(self) -> str:
+        """Compact: numbers relative to `first`, the waiting ones as a bitmap."""
+        bits = np.packbits(np.frombuffer(self.waiting, dtype=np.uint8))
+        position = self.position
+        fields = [
+            [position.epoch, position.turn, position.index, position.block],
+            self.first,
+            base64.b64encode(bits.tobytes()).decode(),
+            len(self.waiting),
+            [self.head[0] - self.first, self.head[1]],
+            [[number - self.first, *_deltas(starts)] for number, starts in self.fragments],
+            self.planned,
+            self.epoch,
+            self.counts,
+            int(self.done),
+        ]
+        return json.dumps(fields, separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str) -> "LaneState":
+        position, first, bitmap, size, head, fragments, planned, epoch, counts, done = json.loads(text)
+        bits = np.unpackbits(np.frombuffer(base64.b64decode(bitmap), dtype=np.uint8), count=size)
+        return LaneState(
+            position=Position(*position),
+            first=first,
+            waiting=bits.tobytes(),
+            head=(first + head[0], head[1]),
+            fragments=tuple((first + number, _undo_deltas(starts)) for number, *starts in fragments),
+            planned=planned,
+            epoch=tuple(epoch),
+            counts=tuple(counts),
+            done=bool(done),
+        )
+
+    @staticmethod
+    def start(epoch: int) -> "LaneState":
+        """A lane that has not begun an epoch."""
+        return LaneState(
+            Position(epoch, 0, 0, 0), 0, b"", (0, 0), (), 0, (epoch, 0, 0), (0,) * len(COUNTS), False
+        )
+
+
+def _deltas(starts: Sequence[int]) -> list[int]:
+    """First tokens of fragments rise in equal steps mostly: [first, step, how many] for each run."""
+    runs: list[int] = []
+    for start in starts:
+        if runs and (runs[-1] == 1 or start == runs[-3] + runs[-2] * runs[-1]):
+            runs[-2:] = [start - runs[-3] if runs[-1] == 1 else runs[-2], runs[-1] + 1]
+        else:
+            runs += [start, 0, 1]
+    return runs
+
+
+def _undo_deltas(runs: Sequence[int]) -> tuple[int, ...]:
+    triples = zip(runs[::3], runs[1::3], runs[2::3], strict=True)
+    return tuple(start + step * place for start, step, many in triples for place in range(many))
+
+
+def check(state: Any, *, stream: Mapping[str, Any]) -> None:
+    """Refuse a state that is not one of this stream.
+
+    Args:
+        state: what `state_dict()` returned.
+        stream: what identifies the stream here.
+
+    Raises:
+        StateError: naming what differs, both values and the remedy.
+    """
+    if not isinstance(state, Mapping) or not {"version", "stream", "lanes"} <= set(state):
+        raise StateError(f"not a streampack state: {type(state).__name__}; pass what state_dict() returned")
+    if state["version"] != VERSION:
+        raise StateError(
+            f"cannot resume: the state has format version {state['version']}, this streampack reads version {VERSION}; "
+            "resume with the streampack that saved it, or start without the state"
+        )
+    saved = state["stream"]
+    for key in [*saved, *(key for key in stream if key not in saved)]:
+        if saved.get(key) != stream.get(key):
+            raise StateError(
+                f"cannot resume: the state was saved with {key}={saved.get(key)!r}, this stream has "
+                f"{key}={stream.get(key)!r}; make them equal, or start without the state"
+            )
+
+
+def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One state of all ranks, to be loaded on any number of ranks, from each rank's `state_dict()` after the same step.
+
+    Raises:
+        StateError: if a rank is missing or there twice, or they are of different streams or steps.
+    """
+    if not states:
+        raise StateError("merge_states got no states; pass the state_dict() of every rank")
+    world = states[0]["world_size"]
+    ranks = sorted(state["rank"] for state in states)
+    if any(state["world_size"] != world for state in states) or ranks != list(range(world)):
+        raise StateError(f"merge_states got the ranks {ranks} of world_size={world}; pass each rank's state once")
+    merged = {**states[0], "rank": 0, "world_size": 1, "lanes": {}}
+    for state in states:
+        check(state, stream=merged["stream"])
+        if state["pass"] != merged["pass"]:
+            raise StateError(f"the states are of different passes: epochs {merged['pass']} and {state['pass']}")
+        merged["lanes"].update(state["lanes"])
+    last = max(states, key=lambda state: state["rows"])
+    for state in states:
+        if state["rows"] != last["rows"] and not state["done"]:
+            raise StateError(
+                f"the states are of different steps: rank {state['rank']} was after row {state['rows']}, rank "
+                f"{last['rank']} after row {last['rows']}; save all ranks after the same step"
+            )
+    merged.update(row=max(state["row"] for state in states), rows=last["rows"])
+    merged["done"] = all(state["done"] for state in states)
+    merged["totals"] = {key: sum(state["totals"][key] for state in states) for key in states[0]["totals"]}
+    return merged

@@ -1,0 +1,179 @@
+"""Blocks: consecutive examples of a lane, as Arrow tables or Python dicts, with one way to get at their columns."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from streampack.order import IntArray
+from streampack.sources import Example, Source, where
+
+Chunk = pa.Table | list[Example]
+"""Consecutive examples of one shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a block of a lane starts. Ordered as the lane reads."""
+
+    epoch: int
+    turn: int
+    """Which of the shards that the lane reads in this epoch, counted from 0."""
+    index: int
+    """The next example of that shard; where it is dealt example by example, the next group of `lanes` examples."""
+    block: int
+    """Number of the block in this epoch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """The examples that a lane reads, shuffles and encodes together."""
+
+    source: Source
+    position: Position
+    shards: IntArray
+    """int64 [n]: the shard of each example."""
+    indices: IntArray
+    """int64 [n]: its index there."""
+    data: Chunk
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def examples(self, picks: Sequence[int]) -> list[Example]:
+        """The picked examples as dicts."""
+        if isinstance(self.data, pa.Table):
+            rows: list[Example] = self.data.take(pa.array(picks, type=pa.int64())).to_pylist()
+            return rows
+        return [self.data[pick] for pick in picks]
+
+    def select(self, picks: Sequence[int], data: list[Example]) -> "Block":
+        """The picked examples with other data."""
+        return replace(self, shards=self.shards[picks], indices=self.indices[picks], data=data)
+
+    def where(self, pick: int) -> str:
+        return where(self.source, int(self.shards[pick]), int(self.indices[pick]))
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the columns. Of dicts: those of the first example."""
+        if isinstance(self.data, pa.Table):
+            return list(self.data.column_names)
+        return list(self.data[0]) if self.data else []
+
+    def list_columns(self) -> list[str]:
+        """The columns that hold a list for each example."""
+        if isinstance(self.data, pa.Table):
+            return [field.name for field in self.data.schema if _is_list(field.type)]
+        return [name for name, value in self.data[0].items() if hasattr(value, "__len__") and not _is_text(value)]
+
+    def column(self, name: str, *, hint: str = "") -> "Column":
+        """A column by name.
+
+        Raises:
+            ValueError: if it is not there; lists those that are.
+        """
+        if isinstance(self.data, pa.Table):
+            if name in self.data.column_names:
+                return Column(self.data.column(name))
+            raise ValueError(f"{self.where(0)}: no column {name!r} (there are: {', '.join(self.names)}); {hint}")
+        values = []
+        for pick, example in enumerate(self.data):
+            if not isinstance(example, Mapping):
+                raise ValueError(f"{self.where(pick)}: the example is {type(example).__name__}, not a dict of columns")
+            if name not in example:
+                have = ", ".join(map(str, example)) or "none"
+                raise ValueError(f"{self.where(pick)}: no column {name!r} (there are: {have}); {hint}")
+            values.append(example[name])
+        return Column(values)
+
+
+class Column:
+    """One column of a block."""
+
+    def __init__(self, values: pa.ChunkedArray | list[Any]) -> None:
+        self._values = values
+        self._lists: tuple[npt.NDArray[Any], IntArray, npt.NDArray[np.bool_]] | None = None
+        if isinstance(values, pa.ChunkedArray) and _is_list(values.type):
+            self._lists = _flatten(values)
+
+    def take(self, picks: Sequence[int]) -> list[Any]:
+        """The picked values as Python objects."""
+        if isinstance(self._values, list):
+            return [self._values[pick] for pick in picks]
+        taken: list[Any] = self._values.take(pa.array(picks, type=pa.int64())).to_pylist()
+        return taken
+
+    def array(self, pick: int) -> Any:
+        """One value as a NumPy array where it is a list of numbers (list, array, CPU tensor), else as it is."""
+        if self._lists is not None:
+            values, offsets, valid = self._lists
+            return values[offsets[pick] : offsets[pick + 1]] if valid[pick] else None
+        value = self._values[pick] if isinstance(self._values, list) else self._values[pick].as_py()
+        if value is None or _is_text(value):
+            return value
+        try:
+            return np.asarray(value)
+        except ValueError:  # ragged: the caller says what is wrong with it
+            return value
+
+
+def concatenate(chunks: Sequence[Chunk]) -> Chunk:
+    """Chunks one after the other. Columns that some chunks lack, or hold as null, become null there."""
+    if all(isinstance(chunk, pa.Table) for chunk in chunks):
+        return chunks[0] if len(chunks) == 1 else pa.concat_tables(chunks, promote_options="permissive")
+    return [row for chunk in chunks for row in (chunk.to_pylist() if isinstance(chunk, pa.Table) else chunk)]
+
+
+def take(chunk: Chunk, rows: IntArray) -> Chunk:
+    """Some rows of a chunk. Those of a run share its memory; others are copied."""
+    first, last = int(rows[0]), int(rows[-1]) + 1
+    if isinstance(chunk, pa.Table):
+        return chunk.slice(first, last - first) if last - first == len(rows) else chunk.take(pa.array(rows))
+    return [chunk[row] for row in rows]
+
+
+def sizes(chunk: Chunk) -> IntArray:
+    """About how many bytes each example takes, int64 [n]: what bounds blocks and caches."""
+    total = np.zeros(len(chunk), dtype=np.int64)
+    if not isinstance(chunk, pa.Table):
+        return np.array([sum(_size(value) for value in row.values()) if isinstance(row, Mapping) else 8 for row in chunk])
+    for column in chunk.columns:
+        if _is_list(column.type):
+            total += 8 * pc.fill_null(pc.list_value_length(column), 0).to_numpy()
+        elif pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+            total += pc.fill_null(pc.binary_length(column), 0).to_numpy()
+    return total
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    return 8 * len(value) if hasattr(value, "__len__") else 8
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str | bytes | Mapping)
+
+
+def _flatten(column: pa.ChunkedArray) -> tuple[npt.NDArray[Any], IntArray, npt.NDArray[np.bool_]]:
+    """(values, offsets [n + 1], not null [n]) of a column of lists. Integers become int32 where they fit."""
+    valid = column.is_valid().to_numpy()
+    lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy()
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    inner = pc.list_flatten(column)
+    if inner.null_count or not (pa.types.is_integer(inner.type) or pa.types.is_boolean(inner.type)):
+        values = np.array(inner.to_pylist(), dtype=object)  # its dtype tells the caller that these are not integers
+    else:
+        values = inner.to_numpy()
+    if values.dtype.kind in "iu" and len(values) and -(2**31) <= values.min() and values.max() < 2**31:
+        values = values.astype(np.int32)  # also a copy, which lets go of the table
+    return values, offsets, valid
