@@ -199,9 +199,7 @@ class _Piece:
         if (first, last) == (0, len(self.indices)):
             return self
         part = slice(first, last)
-        return _Piece(
-            self.shard, self.turn, self.indices[part], self.nexts[part], self.chunk[part], self.sizes[part]
-        )
+        return _Piece(self.shard, self.turn, self.indices[part], self.nexts[part], self.chunk[part], self.sizes[part])
 
 
 def _add_place(error: Exception, place: str) -> None:

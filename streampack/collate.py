@@ -64,9 +64,7 @@ class Collator:
     def __call__(self, rows: Sequence[PackedRow]) -> Batch:
         """A batch of the rows that a PackedDataset yields."""
         stacked = [torch.stack([row[key] for row in rows]) for key in ("input_ids", "labels", "position_ids")]
-        return self._batch(
-            stacked, [row["cu_seqlens"].numpy() for row in rows], max(row["max_seqlen"] for row in rows)
-        )
+        return self._batch(stacked, [row["cu_seqlens"].numpy() for row in rows], max(row["max_seqlen"] for row in rows))
 
     def compact(self, rows: Sequence[Row], *, seq_len: int, pad_token_id: int) -> Batch:
         """A batch of compact rows, laid out together."""

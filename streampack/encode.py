@@ -57,6 +57,7 @@ class Encoder:
         append_eos: "auto": append eos_token_id where the tokenizer has one and the ids do not end with it already;
             True: the same, but a tokenizer without one is an error; False: leave the ids as the tokenizer makes them.
         limit: tokens an example may have (before `split` cuts it); None: any number.
+        cuts_any: packing may cut examples of any length (`wrapped`), as well as `split` those over the limit.
         policies: what to do with the rest.
     """
 
@@ -68,11 +69,13 @@ class Encoder:
         append_eos: bool | Literal["auto"],
         limit: int | None,
         policies: Policies,
+        cuts_any: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.text_column = text_column
         self.limit = limit
         self.policies = policies
+        self.cuts_any = cuts_any
         self.eos = getattr(tokenizer, "eos_token_id", None) if append_eos else None
         if append_eos is True and self.eos is None:
             raise ValueError("append_eos=True, but the tokenizer has no eos_token_id; set tokenizer.eos_token")
@@ -185,6 +188,11 @@ class Encoder:
     # ---- policies ------------------------------------------------------------------------------------------------
 
     def _judge(self, example: Encoded, block: Block, pick: int) -> Encoded | Reason:
+        if self.cuts_any and example.targets is not None and self.policies.overlong != "split":
+            raise ValueError(
+                f"{block.where(pick)}: packing='wrapped' cuts examples at row ends, and this one has targets that "
+                "cutting would part from their prompt; use another packing, or pass overlong='split' to cut anyway"
+            )
         if self.limit is not None and len(example.ids) > self.limit:
             overlong = self._overlong(example, block, pick)
             if overlong is None:
@@ -267,4 +275,3 @@ def _fault_in_targets(name: str, targets: Any, ids: npt.NDArray[Any]) -> str | N
 def _show(value: Any) -> str:
     text = repr(value.tolist() if isinstance(value, np.ndarray | pa.Scalar) else value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
-

@@ -129,9 +129,7 @@ class ItemReader:
             position = Position(position.epoch + 1, 0, 0, 0)
             fresh = True
 
-    def _batches(
-        self, block: Block, number: int, is_used: Callable[[int], bool]
-    ) -> Iterator[list[Item | Dropped]]:
+    def _batches(self, block: Block, number: int, is_used: Callable[[int], bool]) -> Iterator[list[Item | Dropped]]:
         order = self._order(block)
         wanted = [place for place in range(len(block)) if not is_used(number + place)]
         for first in range(0, len(wanted), self.encoder.batch):
@@ -141,9 +139,7 @@ class ItemReader:
     def _order(self, block: Block) -> Any:
         if not self.shuffle:
             return range(len(block))
-        return permutation(
-            len(block), self.seed, _SHUFFLE, block.position.epoch, self.lane, block.position.block
-        )
+        return permutation(len(block), self.seed, _SHUFFLE, block.position.epoch, self.lane, block.position.block)
 
     def _encode(self, block: Block, numbers: list[int], picks: list[int]) -> list[Item | Dropped]:
         kept = block

@@ -153,9 +153,7 @@ class Lane:
         if packing == "best_fit":
             ages = [self._head[0] - item.number for item in self._items]
             return best_fit(self._cells, ages, seq_len=packer.seq_len, max_examples=packer.max_examples)
-        return [
-            first_row(packing, self._cells, seq_len=packer.seq_len, must=1, max_examples=packer.max_examples)
-        ]
+        return [first_row(packing, self._cells, seq_len=packer.seq_len, must=1, max_examples=packer.max_examples)]
 
     def _left_of_epoch(self) -> int:
         """How many items wait of the oldest epoch, if those of the next have come in behind them; else 0."""
@@ -165,7 +163,7 @@ class Lane:
         return sum(item.place[0] == epoch for item in self._items)
 
     def _crossing_row(self, olds: int) -> list[int]:
-        """The row that ends an epoch: all that waits of it, and of the next epoch nothing that the row already holds."""
+        """The row that ends an epoch: all that waits of it, and nothing of the next that the row already holds."""
         held = {item.place[1:] for item in self._items[:olds]}
         places = [place for place, item in enumerate(self._items) if place < olds or item.place[1:] not in held]
         row = first_row(

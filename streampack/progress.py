@@ -1,6 +1,7 @@
-"""Progress of a pass: the newest state of each lane among the rows handed out, and what follows from it."""
+"""Progress of a pass: where it starts, the newest state of each lane among the rows handed out, and statistics."""
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +40,45 @@ class Start:
             rows_per_message=rows_per_message,
         )
 
+    @staticmethod
+    def of(state: Mapping[str, Any], *, rank: int, world_size: int, worker: int = 0, num_workers: int = 1) -> "Start":
+        """Where a state (already checked to be of this stream) says.
+
+        Raises:
+            StateError: for the state of another rank or worker alone.
+        """
+        saved_rank, saved_world = state["rank"], state["world_size"]
+        if saved_world > 1 and (saved_rank, saved_world) != (rank, world_size):
+            raise StateError(
+                f"the state is of rank {saved_rank} of {saved_world} alone, this is rank {rank} of {world_size}; load "
+                "streampack.merge_states([the state of every rank])"
+            )
+        saved_worker, saved_workers = state["worker"]
+        if saved_workers > 1 and (saved_worker, saved_workers) != (worker, num_workers):
+            raise StateError(
+                f"the state is of worker {saved_worker} of {saved_workers} alone, this is worker {worker} of "
+                f"{num_workers}; use the same num_workers, or PackedLoader, which resumes with any number"
+            )
+        lanes = {int(lane): LaneState.from_json(text) for lane, text in state["lanes"].items()}
+        totals = dict(state["totals"])
+        if state["ended"]:
+            for lane_state in lanes.values():
+                totals = {key: totals[key] + count for key, count in zip(COUNTS, lane_state.counts, strict=True)}
+        if saved_world == 1 and rank > 0:  # of all ranks together: one of them keeps it, so that merging counts it once
+            totals = dict.fromkeys(COUNTS, 0)
+        if state["ended"]:
+            return Start(first_epoch=state["pass"][1], rank=rank, world_size=world_size, totals=totals)
+        return Start(
+            first_epoch=state["pass"][0],
+            rank=rank,
+            world_size=world_size,
+            row=state["row"],
+            rows=state["rows"],
+            resume_after=state["after"],
+            states=lanes,
+            totals=totals,
+        )
+
 
 class Progress:
     """What one rank has handed out of a pass."""
@@ -54,7 +94,9 @@ class Progress:
         self.ended = False
         """The pass is over: the next one begins with the next epoch."""
         self._changed: dict[int, LaneState | None] = {}
-        self._history: deque[tuple[int, int, int, dict[int, LaneState | None]]] = deque(maxlen=HISTORY)
+        # What each of the last batches replaced: (row, rows, the lanes it changed as they were before).
+        self._before = start.row, start.rows
+        self._history: deque[tuple[int, int, dict[int, LaneState | None]]] = deque(maxlen=HISTORY)
 
     def take(self, given: Given) -> None:
         """A row is handed out (or a lane has ended)."""
@@ -68,7 +110,8 @@ class Progress:
     def end_batch(self) -> None:
         """The rows taken since the last call were one batch."""
         self.batches += 1
-        self._history.append((self.batches, self.row, self.rows, self._changed))
+        self._history.append((*self._before, self._changed))
+        self._before = self.row, self.rows
         self._changed = {}
 
     def state(self, *, batches: int | None = None) -> dict[str, Any]:
@@ -83,37 +126,38 @@ class Progress:
             "stream": self.stream.identity(),
             "pass": self.epochs,
             "row": row,
+            "after": -1,
             "rows": rows,
             "rank": self.start.rank,
             "world_size": self.start.world_size,
+            "worker": [0, 1],
             "ended": self.ended and batches in (None, self.batches),
             "totals": dict(self.start.totals),
             "lanes": {str(lane): state.to_json() for lane, state in sorted(lanes.items()) if state is not None},
         }
 
+    def worker_state(self, *, worker: int, num_workers: int) -> dict[str, Any]:
+        """The state of one worker of several: its lanes, and how far it is in the cycle over all lanes."""
+        state = self.state()
+        if num_workers > 1:
+            cycle, place = (self.last.cycle, self.last.place) if self.last else (0, self.start.resume_after)
+            state.update(row=self.start.row + cycle * self.stream.lanes, after=place, worker=[worker, num_workers])
+        return state
+
     def _as_of(self, batches: int) -> tuple[dict[int, LaneState | None], int, int]:
         lanes: dict[int, LaneState | None] = dict(self.lanes)
-        if batches == self.batches:
-            return lanes, self.row, self.rows
-        known = [entry[0] for entry in self._history]
-        oldest = known[0] - 1 if known else self.batches
-        if not oldest <= batches <= self.batches:
+        back = self.batches - batches
+        if not 0 <= back <= len(self._history):
             raise StateError(
                 f"state_dict(batches={batches}): this pass has handed out {self.batches} batches since it began or "
-                f"resumed, and the states after {oldest} .. {self.batches} are kept"
+                f"resumed; the states after {self.batches - len(self._history)} .. {self.batches} are kept"
             )
+        if back == 0:
+            return lanes, self.row, self.rows
         lanes.update(self._changed)
-        row, rows = self.start.row, self.start.rows
-        for count, row_then, rows_then, before in reversed(self._history):
-            if count <= batches:
-                return lanes, row_then, rows_then
+        for _, _, before in list(self._history)[: -back - 1 : -1]:
             lanes.update(before)
-            row, rows = row_then - 0, rows_then
-        return self._at_start(lanes, row, rows)
-
-    def _at_start(
-        self, lanes: dict[int, LaneState | None], row: int, rows: int
-    ) -> tuple[dict[int, LaneState | None], int, int]:
+        row, rows, _ = self._history[-back]
         return lanes, row, rows
 
     @property

@@ -1,7 +1,9 @@
 """States: where a stream is, as references. A lane's state is a short JSON text, the stream's a dict of plain values.
 
-{"version": 1, "stream": {what identifies it}, "row": 4096, "rows": 4096, "pass": [0, 1], "rank": 0, "world_size": 1,
- "totals": {counts of finished passes}, "lanes": {"0": "...", "1": "...", ...}}
+{"version": 1, "stream": {what identifies it}, "pass": [first epoch, epoch before which it ends], "row": the next row,
+ "after": places of its cycle that are out (only of a worker alone), "rows": rows handed out by all ranks, "rank": 0,
+ "world_size": 1, "worker": [0, 1], "ended": is the pass over, "totals": {counts of the passes before},
+ "lanes": {"0": "...", "1": "...", ...}}
 """
 
 import base64
@@ -99,9 +101,7 @@ class LaneState:
     @staticmethod
     def start(epoch: int) -> "LaneState":
         """A lane that has not begun an epoch."""
-        return LaneState(
-            Position(epoch, 0, 0, 0), 0, b"", (0, 0), (), 0, (epoch, 0, 0), (0,) * len(COUNTS), False
-        )
+        return LaneState(Position(epoch, 0, 0, 0), 0, b"", (0, 0), (), 0, (epoch, 0, 0), (0,) * len(COUNTS), False)
 
 
 def _deltas(starts: Sequence[int]) -> list[int]:
@@ -166,12 +166,12 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         merged["lanes"].update(state["lanes"])
     last = max(states, key=lambda state: state["rows"])
     for state in states:
-        if state["rows"] != last["rows"] and not state["done"]:
+        if state["rows"] != last["rows"] and not state["ended"]:
             raise StateError(
                 f"the states are of different steps: rank {state['rank']} was after row {state['rows']}, rank "
                 f"{last['rank']} after row {last['rows']}; save all ranks after the same step"
             )
     merged.update(row=max(state["row"] for state in states), rows=last["rows"])
-    merged["done"] = all(state["done"] for state in states)
+    merged["ended"] = all(state["ended"] for state in states)
     merged["totals"] = {key: sum(state["totals"][key] for state in states) for key in states[0]["totals"]}
     return merged

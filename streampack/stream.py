@@ -36,7 +36,9 @@ class Stream:
         """Opens lanes of a pass from `first_epoch`; those with a state continue from it. One for each process."""
         return LaneOpener(self, first_epoch, states)
 
-    def rows(self, host: Host, *, first_epoch: int = 0, states: Mapping[int, LaneState] | None = None) -> Iterator[Given]:
+    def rows(
+        self, host: Host, *, first_epoch: int = 0, states: Mapping[int, LaneState] | None = None
+    ) -> Iterator[Given]:
         """All that one host's lanes give, in order, in this process."""
         opener = self.open_lanes(first_epoch=first_epoch, states=states or {})
         return in_order(host.messages(opener), num_workers=1)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from streampack.order import IntArray
 from streampack.sources import Example, Source, where
 
-Chunk = pa.Table | list[Example]
+Chunk: TypeAlias = pa.Table | list[Example]
 """Consecutive examples of one shard."""
 
 
@@ -141,7 +141,9 @@ def sizes(chunk: Chunk) -> IntArray:
     """About how many bytes each example takes, int64 [n]: what bounds blocks and caches."""
     total = np.zeros(len(chunk), dtype=np.int64)
     if not isinstance(chunk, pa.Table):
-        return np.array([sum(_size(value) for value in row.values()) if isinstance(row, Mapping) else 8 for row in chunk])
+        return np.array(
+            [sum(_size(value) for value in row.values()) if isinstance(row, Mapping) else 8 for row in chunk]
+        )
     for column in chunk.columns:
         if _is_list(column.type):
             total += 8 * pc.fill_null(pc.list_value_length(column), 0).to_numpy()
@@ -174,6 +176,6 @@ def _flatten(column: pa.ChunkedArray) -> tuple[npt.NDArray[Any], IntArray, npt.N
         values = np.array(inner.to_pylist(), dtype=object)  # its dtype tells the caller that these are not integers
     else:
         values = inner.to_numpy()
-    if values.dtype.kind in "iu" and len(values) and -(2**31) <= values.min() and values.max() < 2**31:
+    if values.dtype.kind in "iu" and len(values) and values.min() >= -(2**31) and values.max() < 2**31:
         values = values.astype(np.int32)  # also a copy, which lets go of the table
     return values, offsets, valid

@@ -1,0 +1,21 @@
+"""streampack: packed rows from streamed data, the same on any number of ranks and workers, resumable anywhere."""
+
+from streampack.collate import Collator, PackedRow
+from streampack.dataset import PackedDataset
+from streampack.loader import PackedLoader
+from streampack.sources import FunctionSource, SequenceSource, Source
+from streampack.state import StateError, merge_states
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Collator",
+    "FunctionSource",
+    "PackedDataset",
+    "PackedLoader",
+    "PackedRow",
+    "SequenceSource",
+    "Source",
+    "StateError",
+    "merge_states",
+]

@@ -1,0 +1,343 @@
+"""PackedLoader: a DataLoader of packed batches whose state covers exactly what it handed out."""
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from streampack.collate import Batch, Collator, LayoutName, PackedRow
+from streampack.dataset import PackedDataset, limit_threads, worker_info
+from streampack.hosting import Given, Message, in_order
+from streampack.progress import Progress, Start
+from streampack.rows import Row
+from streampack.state import COUNTS, StateError, check
+
+MESSAGE_TOKENS = 1 << 18
+"""Tokens in a message from a worker, about: enough that its fixed cost does not show, little enough to hold many."""
+AHEAD = 4
+"""Batches that the thread of num_workers=0 works ahead."""
+
+
+class PackedLoader(DataLoader[Any]):
+    """Batches of `batch_size` rows of a PackedDataset. Any number of workers gives the same batches.
+
+    `iter(loader)` begins a pass: where a loaded state says, else with the next epoch (nothing happens before its first
+    batch is asked for). With num_workers=0, which is best for text, a thread reads, tokenizes and packs ahead, and the
+    tokenizer uses its own threads; workers are for sources and functions of your own that keep Python busy.
+
+    Args:
+        dataset: the PackedDataset.
+        batch_size: rows in a batch of this rank. Not part of the stream's identity: change it at any resume.
+        layout: "flat" or "rows", see `Collator`.
+        shift_labels: add `shift_labels` to the batches.
+        num_workers: worker processes.
+        collate_fn: makes the batch from a list of `PackedRow` instead; layout and shift_labels do not apply then.
+        prefetch_factor: messages that each worker prepares ahead (torch's default: 2); with num_workers=0: batches.
+        pin_memory: put tensors into pinned memory, where CUDA is available.
+        persistent_workers, multiprocessing_context, timeout, worker_init_fn: as in torch's DataLoader.
+
+    Raises:
+        ValueError, TypeError: for arguments that cannot be used.
+    """
+
+    def __init__(
+        self,
+        dataset: PackedDataset,
+        batch_size: int = 1,
+        *,
+        layout: LayoutName = "flat",
+        shift_labels: bool = False,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[PackedRow]], Any] | None = None,
+        prefetch_factor: int | None = None,
+        pin_memory: bool = False,
+        persistent_workers: bool = False,
+        multiprocessing_context: Any = None,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+    ) -> None:
+        if not isinstance(dataset, PackedDataset):
+            raise TypeError(f"PackedLoader takes a PackedDataset, not {type(dataset).__name__}")
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"batch_size={batch_size!r}: pass the rows of a batch, an int of at least 1")
+        self.packed = dataset
+        self._messages = _Messages(dataset)
+        self._collator = Collator(layout, shift_labels=shift_labels)
+        self._collate_rows = collate_fn
+        self._ahead = prefetch_factor or AHEAD
+        super().__init__(
+            self._messages,
+            batch_size=None,
+            num_workers=num_workers,
+            collate_fn=_as_it_is,
+            prefetch_factor=prefetch_factor if num_workers else None,
+            persistent_workers=persistent_workers,
+            multiprocessing_context=multiprocessing_context,
+            timeout=timeout,
+            worker_init_fn=worker_init_fn,
+        )
+        # torch must not batch what workers send, but to everyone else this is the batch size. (Its guard against
+        # changing it later goes through __setattr__.)
+        self.__dict__.update(batch_size=batch_size)
+        self._pin = pin_memory and torch.cuda.is_available()
+        self._loaded: dict[str, Any] | None = None
+        self._next_epoch = 0
+        self._progress: Progress | None = None
+        self._last: list[Row] = []
+
+    # ---- iteration -----------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """A pass. Batches come as the collator makes them; the last one of a finite pass may be short.
+
+        Raises:
+            StateError: if a state is loaded, or another pass begun, while this one is running.
+        """
+        progress = self._progress = Progress(self.packed.stream, self._start())
+        source = self._batches(progress)
+        if self.num_workers == 0:
+            source = _work_ahead(source, depth=self._ahead)
+        try:
+            for batch, rows, given in source:
+                self._check_current(progress)
+                for one in given:
+                    progress.take(one)
+                if rows:
+                    progress.end_batch()
+                    self._last = rows
+                    yield batch
+                    self._check_current(progress)
+            progress.ended = True
+        finally:
+            source.close()
+
+    def _check_current(self, progress: Progress) -> None:
+        if self._progress is not progress:
+            raise StateError(
+                "a state was loaded, or another pass begun, while this pass was running; go on with a new pass: "
+                "iter(loader)"
+            )
+
+    def _start(self) -> Start:
+        """Where the next pass begins."""
+        rank, world_size = self.packed.resolve_rank()
+        state, self._loaded = self._loaded, None
+        if state is not None:
+            start = Start.of(state, rank=rank, world_size=world_size)
+        else:
+            start = self._fresh_start(rank, world_size)
+        self._next_epoch = start.first_epoch + (self.packed.stream.epochs or 1)
+        return start
+
+    def _fresh_start(self, rank: int, world_size: int) -> Start:
+        totals = self._progress.counts() if self._progress is not None else dict.fromkeys(COUNTS, 0)
+        return Start(first_epoch=self._next_epoch, rank=rank, world_size=world_size, totals=totals)
+
+    def _batches(self, progress: Progress) -> "Generator[_Made, None, None]":
+        """(batch, its rows, what was given to make it); at the end maybe one without rows."""
+        given: list[Given] = []
+        rows: list[Row] = []
+        for one in in_order(self._receive(progress.start), num_workers=max(1, self.num_workers)):
+            given.append(one)
+            if one.row is not None:
+                rows.append(one.row)
+            if len(rows) == self.batch_size:
+                yield self._collate(rows), rows, given
+                given, rows = [], []
+        yield (self._collate(rows) if rows else None), rows, given
+
+    def _collate(self, rows: Sequence[Row]) -> Any:
+        dataset = self.packed
+        if self._collate_rows is not None:
+            batch = self._collate_rows([dataset.as_dict(row) for row in rows])
+        else:
+            batch = self._collator.compact(rows, seq_len=dataset.seq_len, pad_token_id=dataset.pad_token_id)
+        return _pinned(batch) if self._pin else batch
+
+    def _receive(self, start: Start) -> Iterator[Message]:
+        rows_per_message = max(1, MESSAGE_TOKENS // self.packed.seq_len)
+        if self.num_workers == 0:
+            host = start.host(self.packed.stream, rows_per_message=rows_per_message)
+            opener = self.packed.stream.open_lanes(first_epoch=start.first_epoch, states=start.states)
+            yield from host.messages(opener)
+            return
+        if not self._messages.renew(start, rows_per_message, running=self._iterator is not None):
+            self._iterator = None  # living workers cannot be told where to resume: start new ones
+        with _quiet_fork():
+            iterator = super().__iter__()
+        yield from iterator
+
+    # ---- passes and states ---------------------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next pass begins with this epoch (unless a state is loaded before)."""
+        self._next_epoch = epoch
+
+    def state_dict(self, *, batches: int | None = None) -> dict[str, Any]:
+        """The state of this rank after the batches handed out: plain values, for `torch.save` or JSON.
+
+        With several ranks, save `merge_states` of all ranks' states.
+
+        Args:
+            batches: the state after so many batches of this pass (since it began or resumed) instead, for loops that
+                fetch batches ahead of training. Only the last few can be asked for.
+
+        Raises:
+            StateError: for a number of batches that is not kept.
+        """
+        if self._loaded is not None:
+            return dict(self._loaded)
+        progress = self._progress
+        if progress is None or (progress.ended and progress.epochs[1] != self._next_epoch):
+            return Progress(self.packed.stream, self._fresh_start(*self.packed.resolve_rank())).state()
+        return progress.state(batches=batches)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state, on any number of ranks (that divides lanes) and workers. Used by the next pass.
+
+        A pass that is running raises at its next batch.
+
+        Raises:
+            StateError: naming both values, if the state is not one of this stream, or is that of one of several ranks.
+        """
+        check(state, stream=self.packed.stream.identity())
+        if state["world_size"] > 1:
+            raise StateError(
+                f"the state is of rank {state['rank']} of {state['world_size']} alone; load "
+                "streampack.merge_states([the state of every rank])"
+            )
+        rank, world_size = self.packed.resolve_rank()
+        Start.of(state, rank=rank, world_size=world_size)
+        self._loaded = dict(state)
+        self._progress = None
+        self._last = []
+
+    # ---- about the last batch ------------------------------------------------------------------------------------
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Targets in the last batch: its labels that are not -100."""
+        return sum(row.num_loss_tokens for row in self._last)
+
+    @property
+    def provenance(self) -> list[list[tuple[str, int | str, int]]]:
+        """Of the last batch: for each row the (source, shard, index) of its examples, in the order of its segments."""
+        return [self.packed.examples_of(row) for row in self._last]
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """Statistics of this rank up to the last batch, plain numbers to log; they travel with the state.
+
+        rows, segments, tokens, loss_tokens: made so far; examples, split: taken from the source, and cut into
+        fragments; truncated_tokens; empty, no_target, bad, overlong, transform: examples left out, by reason;
+        no_target_tokens: in rows left out since they held no target; padding_tokens; fill: tokens / cells; epoch:
+        epochs read, with the share of the present one; lane_rows_min, lane_rows_max: how even the lanes are.
+        """
+        if self._progress is None:
+            rank, world_size = self.packed.resolve_rank()
+            start = Start.of(self._loaded, rank=rank, world_size=world_size) if self._loaded else self._start()
+            return Progress(self.packed.stream, start).stats()
+        return self._progress.stats()
+
+
+_Made = tuple[Any, list[Row], list[Given]]
+"""(batch, its rows, what was given to make it)"""
+
+
+class _Messages(IterableDataset[Message]):
+    """What runs in workers: the messages of a pass. Living (persistent) workers learn of a new pass from `shared`."""
+
+    def __init__(self, packed: PackedDataset) -> None:
+        self.packed = packed
+        self._start: Start | None = None
+        self._rows_per_message = 1
+        self._serial = 0
+        self._shared: torch.Tensor = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]  # number of the pass, its first epoch
+
+    def renew(self, start: Start, rows_per_message: int, *, running: bool) -> bool:
+        """Set the next pass. False: workers that are running cannot take part in it."""
+        self._serial += 1
+        self._start, self._rows_per_message = start, rows_per_message
+        self._shared[0], self._shared[1] = self._serial, start.first_epoch
+        return not (running and (start.states or start.row))
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next pass of the dataset begins with this epoch."""
+        self.packed.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Message]:
+        limit_threads()
+        worker, num_workers = worker_info()
+        start = self._start
+        assert start is not None
+        if int(self._shared[0]) != self._serial:
+            start = Start(first_epoch=int(self._shared[1]), rank=start.rank, world_size=start.world_size)
+        stream = self.packed.stream
+        host = start.host(stream, worker=worker, num_workers=num_workers, rows_per_message=self._rows_per_message)
+        yield from host.messages(stream.open_lanes(first_epoch=start.first_epoch, states=start.states))
+
+
+def _work_ahead(source: "Generator[_Made, None, None]", *, depth: int) -> "Generator[_Made, None, None]":
+    """Run a generator in a thread, at most `depth` items ahead; its errors are raised here."""
+    made: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=depth)
+    stopped = threading.Event()
+
+    def put(kind: str, item: Any) -> bool:
+        while not stopped.is_set():
+            try:
+                made.put((kind, item), timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def work() -> None:
+        try:
+            for item in source:
+                if not put("item", item):
+                    return
+            put("end", None)
+        except BaseException as error:
+            put("error", error)
+        finally:
+            source.close()
+
+    thread = threading.Thread(target=work, name="streampack", daemon=True)
+    thread.start()
+    try:
+        while True:
+            kind, item = made.get()
+            if kind == "end":
+                return
+            if kind == "error":
+                raise item
+            yield item
+    finally:
+        stopped.set()
+        thread.join()
+
+
+@contextmanager
+def _quiet_fork() -> Iterator[None]:
+    """Start workers with the tokenizer's threads off, which also keeps it from warning about the fork."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ.setdefault(name, "false")
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+
+
+def _as_it_is(message: Any) -> Any:
+    return message
+
+
+def _pinned(batch: Batch) -> Batch:
+    return {key: value.pin_memory() if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
