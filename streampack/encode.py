@@ -99,8 +99,11 @@ class Encoder:
             ValueError: where a policy says "error", or a column is missing; names the example and the remedy.
         """
         raw = self._tokenize(block, picks) if self.tokenizer is not None else self._read_ids(block, picks)
+        longest = self.limit or _INT32.max
         return [
-            found if isinstance(found, str) else self._judge(found, block, pick)
+            found
+            if isinstance(found, str) or (found.targets is None and len(found.ids) <= longest)
+            else self._judge(found, block, pick)
             for pick, found in zip(picks, raw, strict=True)
         ]
 
@@ -139,9 +142,16 @@ class Encoder:
 
     def _read_ids(self, block: Block, picks: Sequence[int]) -> list[Encoded | Reason]:
         ids = block.column("input_ids", hint="pass a tokenizer for examples of text")
+        known_good = ids.holds_ids
         extra = self._per_token_columns(block)
         targets = block.column(extra["targets"]) if "targets" in extra else None
         attention = block.column("attention_mask") if "attention_mask" in block.names else None
+        if known_good and targets is None and attention is None:
+            arrays = [ids.array(pick) for pick in picks]
+            return [
+                Encoded(array, None) if array is not None and len(array) else self._read_one(block, pick, array)
+                for pick, array in zip(picks, arrays, strict=True)
+            ]
         return [
             self._read_one(
                 block,
@@ -169,7 +179,7 @@ class Encoder:
         return {"targets": masks[0]} if masks else {}
 
     def _read_one(
-        self, block: Block, pick: int, ids: Any, targets: Any, name: str | None, attention: Any
+        self, block: Block, pick: int, ids: Any, targets: Any = None, name: str | None = None, attention: Any = None
     ) -> Encoded | Reason:
         fault = _fault_in_ids(ids)
         if fault is None and attention is not None and not np.all(attention):

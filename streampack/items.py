@@ -154,8 +154,11 @@ class ItemReader:
             place = (block.position.epoch, shard, index)
             if isinstance(example, str):
                 found.append(Dropped(number, example, place))
+            elif self.limit is None or len(example.ids) <= self.limit:
+                cells = -(-len(example.ids) // self.multiple) * self.multiple
+                found.append(Item(number, 0, example.ids, example.targets, cells, place, True, example.truncated))
             else:
-                found.extend(self._fragments(number, example, place))
+                found.extend(self._fragments(number, example, place, self.limit))
         return found
 
     def _transform(self, block: Block, picks: list[int]) -> tuple[Block, list[int | None]]:
@@ -172,19 +175,17 @@ class ItemReader:
         kept = [pick for pick, result in zip(picks, results, strict=True) if result is not None]
         return block.select(kept, [result for result in results if result is not None]), rows
 
-    def _fragments(self, number: int, example: Encoded, place: tuple[int, int, int]) -> Iterator[Item]:
+    def _fragments(self, number: int, example: Encoded, place: tuple[int, int, int], limit: int) -> Iterator[Item]:
         tokens = len(example.ids)
-        for start, stop in _cuts(tokens, self.limit or tokens):
-            whole = stop - start == tokens
-            targets = example.targets if whole or example.targets is None else example.targets[start:stop]
-            ids = example.ids if whole else example.ids[start:stop]
-            cells = -(-len(ids) // self.multiple) * self.multiple
-            yield Item(number, start, ids, targets, cells, place, stop == tokens, example.truncated)
+        for start, stop in _cuts(tokens, limit):
+            targets = None if example.targets is None else example.targets[start:stop]
+            cells = -(-(stop - start) // self.multiple) * self.multiple
+            yield Item(number, start, example.ids[start:stop], targets, cells, place, stop == tokens)
 
 
 def _cuts(tokens: int, limit: int) -> list[tuple[int, int]]:
     """Where an example is cut. No fragment is a single token, which would have nothing to learn: 9 by 4 is 4, 3, 2."""
     ends = [*range(limit, tokens, limit), tokens]
-    if len(ends) > 1 and tokens - ends[-2] == 1 and limit > 2:
+    if tokens - ends[-2] == 1 and limit > 2:
         ends[-2] -= 1
     return list(zip([0, *ends[:-1]], ends, strict=True))

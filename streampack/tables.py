@@ -97,9 +97,17 @@ class Column:
 
     def __init__(self, values: pa.ChunkedArray | list[Any]) -> None:
         self._values = values
-        self._lists: tuple[npt.NDArray[Any], IntArray, npt.NDArray[np.bool_]] | None = None
+        self._lists: tuple[npt.NDArray[Any], list[int], list[bool]] | None = None
         if isinstance(values, pa.ChunkedArray) and _is_list(values.type):
             self._lists = _flatten(values)
+
+    @property
+    def holds_ids(self) -> bool:
+        """All values are lists of integers >= 0 (some may be null), kept as int32: no need to look at each."""
+        if self._lists is None:
+            return False
+        values = self._lists[0]
+        return values.dtype == np.int32 and (not len(values) or int(values.min()) >= 0)
 
     def take(self, picks: Sequence[int]) -> list[Any]:
         """The picked values as Python objects."""
@@ -166,7 +174,7 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str | bytes | Mapping)
 
 
-def _flatten(column: pa.ChunkedArray) -> tuple[npt.NDArray[Any], IntArray, npt.NDArray[np.bool_]]:
+def _flatten(column: pa.ChunkedArray) -> tuple[npt.NDArray[Any], list[int], list[bool]]:
     """(values, offsets [n + 1], not null [n]) of a column of lists. Integers become int32 where they fit."""
     valid = column.is_valid().to_numpy()
     lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy()
@@ -178,4 +186,4 @@ def _flatten(column: pa.ChunkedArray) -> tuple[npt.NDArray[Any], IntArray, npt.N
         values = inner.to_numpy()
     if values.dtype.kind in "iu" and len(values) and values.min() >= -(2**31) and values.max() < 2**31:
         values = values.astype(np.int32)  # also a copy, which lets go of the table
-    return values, offsets, valid
+    return values, offsets.tolist(), valid.tolist()  # lists: single elements are fetched much faster than from arrays
