@@ -30,11 +30,12 @@ class PackedRow(dict[str, Any]):
 def packed_row(row: Row, *, seq_len: int, pad_token_id: int, examples: list[tuple[Any, ...]]) -> PackedRow:
     """A row as tensors."""
     layout = lay_out([row], seq_len=seq_len, pad_token_id=pad_token_id)
+    lengths = np.diff(layout.cu_seqlens[0])
     return PackedRow(
         input_ids=torch.from_numpy(layout.input_ids[0]),
         labels=torch.from_numpy(layout.labels[0]),
         position_ids=torch.from_numpy(layout.position_ids[0]),
-        seq_idx=torch.from_numpy(layout.seq_idx[0]),
+        seq_idx=torch.from_numpy(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)),
         cu_seqlens=torch.from_numpy(layout.cu_seqlens[0]),
         max_seqlen=layout.max_seqlen[0],
         num_loss_tokens=row.num_loss_tokens,

@@ -103,8 +103,10 @@ class PackedLoader(DataLoader[Any]):
         if self.num_workers == 0:
             source = _work_ahead(source, depth=self._ahead)
         try:
-            for batch, rows, given in source:
+            for given in source:
                 self._check_current(progress)
+                rows = [one.row for one in given if one.row is not None]
+                batch = self._collate(rows) if rows else None
                 for one in given:
                     progress.take(one)
                 if rows:
@@ -138,18 +140,17 @@ class PackedLoader(DataLoader[Any]):
         totals = self._progress.counts() if self._progress is not None else dict.fromkeys(COUNTS, 0)
         return Start(first_epoch=self._next_epoch, rank=rank, world_size=world_size, totals=totals)
 
-    def _batches(self, progress: Progress) -> "Generator[_Made, None, None]":
-        """(batch, its rows, what was given to make it); at the end maybe one without rows."""
+    def _batches(self, progress: Progress) -> "Generator[list[Given], None, None]":
+        """What lanes give, cut after each `batch_size` rows; the last may have fewer rows, or none."""
         given: list[Given] = []
-        rows: list[Row] = []
+        rows = 0
         for one in in_order(self._receive(progress.start), num_workers=max(1, self.num_workers)):
             given.append(one)
-            if one.row is not None:
-                rows.append(one.row)
-            if len(rows) == self.batch_size:
-                yield self._collate(rows), rows, given
-                given, rows = [], []
-        yield (self._collate(rows) if rows else None), rows, given
+            rows += one.row is not None
+            if rows == self.batch_size:
+                yield given
+                given, rows = [], 0
+        yield given
 
     def _collate(self, rows: Sequence[Row]) -> Any:
         dataset = self.packed
@@ -245,10 +246,6 @@ class PackedLoader(DataLoader[Any]):
         return self._progress.stats()
 
 
-_Made = tuple[Any, list[Row], list[Given]]
-"""(batch, its rows, what was given to make it)"""
-
-
 class _Messages(IterableDataset[Message]):
     """What runs in workers: the messages of a pass. Living (persistent) workers learn of a new pass from `shared`."""
 
@@ -282,7 +279,7 @@ class _Messages(IterableDataset[Message]):
         yield from host.messages(stream.open_lanes(first_epoch=start.first_epoch, states=start.states))
 
 
-def _work_ahead(source: "Generator[_Made, None, None]", *, depth: int) -> "Generator[_Made, None, None]":
+def _work_ahead(source: "Generator[list[Given], None, None]", *, depth: int) -> "Generator[list[Given], None, None]":
     """Run a generator in a thread, at most `depth` items ahead; its errors are raised here."""
     made: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=depth)
     stopped = threading.Event()

@@ -50,8 +50,6 @@ class Layout:
     shifted: labels[i] is the id at i, which the model predicts from i - 1 (as in Transformers)."""
     position_ids: npt.NDArray[np.int64]
     """int64 [B, T]: 0, 1, 2 ... in each segment."""
-    seq_idx: npt.NDArray[np.int32]
-    """int32 [B, T]: the number of a cell's segment in its row."""
     cu_seqlens: list[npt.NDArray[np.int32]]
     """For each row int32 [n + 1], from 0 to T: segment i is cells cu_seqlens[i] : cu_seqlens[i + 1]."""
     max_seqlen: list[int]
@@ -63,26 +61,23 @@ def lay_out(rows: Sequence[Row], *, seq_len: int, pad_token_id: int) -> Layout:
     count = len(rows)
     input_ids = np.full((count, seq_len), pad_token_id, dtype=np.int64)
     labels = np.full((count, seq_len), IGNORE, dtype=np.int64)
-    lengths, segments = [], []
+    lengths = []
     for place, row in enumerate(rows):
         cells = len(row.ids)
         input_ids[place, :cells] = row.ids
-        labels[place, :cells] = row.ids
+        labels[place, :cells] = input_ids[place, :cells]
         if row.targets is not None:
             labels[place, :cells][~row.targets] = IGNORE
         lengths.append(np.append(row.lengths, seq_len - cells) if cells < seq_len else row.lengths)
-        segments.append(len(lengths[-1]))
-    ends = np.cumsum(np.concatenate(lengths))
-    starts = np.concatenate([[0], ends[:-1]])
-    labels.reshape(-1)[starts] = IGNORE  # the first cell of a segment has nothing of its own to be predicted from
     all_lengths = np.concatenate(lengths)
-    positions = np.arange(count * seq_len) - np.repeat(starts, all_lengths)
-    numbers = np.concatenate([np.arange(many, dtype=np.int32) for many in segments])
+    starts = np.cumsum(all_lengths) - all_lengths
+    labels.reshape(-1)[starts] = IGNORE  # the first cell of a segment has nothing of its own to be predicted from
+    positions = np.arange(count * seq_len)
+    positions -= np.repeat(starts, all_lengths)
     return Layout(
         input_ids=input_ids,
         labels=labels,
         position_ids=positions.reshape(count, seq_len),
-        seq_idx=np.repeat(numbers, all_lengths).reshape(count, seq_len),
         cu_seqlens=[np.concatenate([[0], np.cumsum(one)]).astype(np.int32) for one in lengths],
         max_seqlen=[int(one.max()) for one in lengths],
     )
