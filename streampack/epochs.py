@@ -26,6 +26,7 @@ class PassCounter:
         self._shared: torch.Tensor = shared.share_memory_()  # type: ignore[no-untyped-call]
         self._passes = 0
         self._loaded = 0  # number of the newest state that this copy holds
+        self._resumes_here = False  # a state was loaded in this worker
 
     @property
     def upcoming(self) -> int:
@@ -43,9 +44,12 @@ class PassCounter:
 
     def load(self, *, next_epoch: int) -> None:
         """A state was loaded: the next pass resumes it, the one after that begins with `next_epoch`."""
+        self._shared[_NEXT] = next_epoch
+        if get_worker_info() is not None:  # as StatefulDataLoader does: each worker its own
+            self._resumes_here = True
+            return
         self._shared[_LOADED] += 1
         self._loaded = int(self._shared[_LOADED])
-        self._shared[_NEXT] = next_epoch
 
     def next_pass(self, *, step: int) -> int | None:
         """The first epoch of a pass that begins now, None: resume the loaded state. Later passes begin `step` later.
@@ -54,6 +58,9 @@ class PassCounter:
             StateError: in a persistent worker that was started before a state was loaded, and cannot know it.
         """
         info = get_worker_info()
+        if self._resumes_here:
+            self._resumes_here = False
+            return None
         if int(self._shared[_LOADED]) != self._loaded:
             raise StateError(
                 "a state was loaded into the dataset after persistent DataLoader workers were started with copies of "

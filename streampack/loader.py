@@ -3,6 +3,7 @@
 import os
 import queue
 import threading
+import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -176,7 +177,13 @@ class PackedLoader(DataLoader[Any]):
     # ---- passes and states ---------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass begins with this epoch (unless a state is loaded before)."""
+        """The next pass begins with this epoch. A loaded state goes first: it says itself in which epoch it is."""
+        if self._loaded is not None and self._loaded["pass"][0] != epoch:
+            warnings.warn(
+                f"set_epoch({epoch}) does not apply to the next pass, which resumes the loaded state in the pass of "
+                f"epoch {self._loaded['pass'][0]}",
+                stacklevel=2,
+            )
         self._next_epoch = epoch
 
     def state_dict(self, *, batches: int | None = None) -> dict[str, Any]:
@@ -191,12 +198,17 @@ class PackedLoader(DataLoader[Any]):
         Raises:
             StateError: for a number of batches that is not kept.
         """
-        if self._loaded is not None:
-            return dict(self._loaded)
+        return self._current().state(batches=batches)
+
+    def _current(self) -> Progress:
+        """The running (or last) pass, or the one that comes where none began since a state was loaded."""
         progress = self._progress
-        if progress is None or (progress.ended and progress.epochs[1] != self._next_epoch):
-            return Progress(self.packed.stream, self._fresh_start(*self.packed.resolve_rank())).state()
-        return progress.state(batches=batches)
+        if progress is not None and not (progress.ended and progress.epochs[1] != self._next_epoch):
+            return progress
+        rank, world_size = self.packed.resolve_rank()
+        if self._loaded is not None:
+            return Progress(self.packed.stream, Start.of(self._loaded, rank=rank, world_size=world_size))
+        return Progress(self.packed.stream, self._fresh_start(rank, world_size))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state, on any number of ranks (that divides lanes) and workers. Used by the next pass.
@@ -239,11 +251,7 @@ class PackedLoader(DataLoader[Any]):
         no_target_tokens: in rows left out since they held no target; padding_tokens; fill: tokens / cells; epoch:
         epochs read, with the share of the present one; lane_rows_min, lane_rows_max: how even the lanes are.
         """
-        if self._progress is None:
-            rank, world_size = self.packed.resolve_rank()
-            start = Start.of(self._loaded, rank=rank, world_size=world_size) if self._loaded else self._start()
-            return Progress(self.packed.stream, start).stats()
-        return self._progress.stats()
+        return self._current().stats()
 
 
 class _Messages(IterableDataset[Message]):

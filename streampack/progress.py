@@ -133,7 +133,11 @@ class Progress:
             "worker": [0, 1],
             "ended": self.ended and batches in (None, self.batches),
             "totals": dict(self.start.totals),
-            "lanes": {str(lane): state.to_json() for lane, state in sorted(lanes.items()) if state is not None},
+            "lanes": {
+                str(lane): state.to_json()
+                for lane, state in sorted(lanes.items())
+                if state is not None and self._hosts(lane)
+            },
         }
 
     def worker_state(self, *, worker: int, num_workers: int) -> dict[str, Any]:
