@@ -1,11 +1,9 @@
 """PackedDataset: the stream as a torch IterableDataset of packed rows."""
 
-import os
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
-import torch
-import torch.distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
 from streampack.collate import PackedRow, packed_row
@@ -15,6 +13,7 @@ from streampack.items import Transform
 from streampack.lanes import Packer
 from streampack.packing import Packing
 from streampack.progress import Progress, Start
+from streampack.ranks import check_rank, limit_tokenizer_threads, rank_of_environment, rank_of_group, worker_of_process
 from streampack.rows import Row
 from streampack.sources import as_source, locate
 from streampack.state import COUNTS, StateError, check
@@ -93,34 +92,35 @@ class PackedDataset(IterableDataset[PackedRow]):
         world_size: int | None = None,
         source_name: str | None = None,
     ) -> None:
-        for name, value, least in (
-            ("seq_len", seq_len, 2),
-            ("lanes", lanes, 1),
-            ("buffer_size", buffer_size, 1),
-            ("shuffle_block", shuffle_block, 1),
-            ("seed", seed, 0),
-            ("epochs", 1 if epochs is None else epochs, 1),
-            ("max_example_len", seq_len if max_example_len is None else max_example_len, 2),
-            ("max_examples_per_row", 1 if max_examples_per_row is None else max_examples_per_row, 1),
-            ("pad_to_multiple_of", 1 if pad_to_multiple_of is None else pad_to_multiple_of, 1),
-        ):
-            _check_int(name, value, least)
-        for name, choice, choices in (
-            ("overlong", overlong, get_args(Overlong)),
-            ("packing", packing, get_args(Packing)),
-            ("append_eos", append_eos, (True, False, "auto")),
-            ("empty", empty, ("drop", "error")),
-            ("no_target", no_target, ("drop", "keep", "error")),
-            ("bad", bad, ("drop", "error")),
-        ):
-            if choice not in choices:
-                raise ValueError(f"{name}={choice!r}: pass one of {', '.join(map(repr, choices))}")
+        _check_numbers(
+            {
+                "seq_len": (seq_len, 2),
+                "lanes": (lanes, 1),
+                "buffer_size": (buffer_size, 1),
+                "shuffle_block": (shuffle_block, 1),
+                "seed": (seed, 0),
+                "epochs": (epochs, 1),
+                "max_example_len": (max_example_len, 2),
+                "max_examples_per_row": (max_examples_per_row, 1),
+                "pad_to_multiple_of": (pad_to_multiple_of, 1),
+            }
+        )
+        _check_choices(
+            {
+                "overlong": (overlong, get_args(Overlong)),
+                "packing": (packing, get_args(Packing)),
+                "append_eos": (append_eos, (True, False, "auto")),
+                "empty": (empty, ("drop", "error")),
+                "no_target": (no_target, ("drop", "keep", "error")),
+                "bad": (bad, ("drop", "error")),
+            }
+        )
         multiple = pad_to_multiple_of or 1
         _check_lengths(seq_len, max_example_len, multiple, packing)
         if (rank is None) != (world_size is None):
             raise ValueError(f"rank={rank!r}, world_size={world_size!r}: pass both or neither")
         if rank is not None and world_size is not None:
-            _check_rank(rank, world_size, lanes)
+            check_rank(rank, world_size, lanes=lanes)
         if tokenizer is not None and not callable(tokenizer):
             raise TypeError(f"tokenizer is {type(tokenizer).__name__}, not a Transformers tokenizer (or None)")
         # `wrapped` cuts examples where rows end, so none is too long unless a policy or a limit says so.
@@ -165,17 +165,19 @@ class PackedDataset(IterableDataset[PackedRow]):
                 "transform": _function_name(transform),
             },
         )
-        self._rank = (rank, world_size)
+        self._rank = None if rank is None or world_size is None else (rank, world_size)
         self._rank_of_parent: tuple[int, int] | None = None
-        self._passes = PassCounter()
-        self._loaded: dict[str, Any] | None = None
+        self.passes = PassCounter()
+        """Which epoch comes next, shared with copies of this dataset in workers and with its loaders."""
+        self.loaded: dict[str, Any] | None = None
+        """The state that the next pass uses."""
         self._progress: Progress | None = None
 
     # ---- iteration -----------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[PackedRow]:
         """The rows of a pass that fall to this rank (and, in a DataLoader worker, this worker)."""
-        worker, num_workers = worker_info()
+        worker, num_workers = worker_of_process()
         start = self._start(worker, num_workers)
         progress = self._progress = Progress(self.stream, start)
         host = start.host(self.stream, worker=worker, num_workers=num_workers)
@@ -196,44 +198,48 @@ class PackedDataset(IterableDataset[PackedRow]):
         return [(source.name, *locate(source, shard, index)) for shard, index in row.origin[:, 1:3].tolist()]
 
     def _start(self, worker: int, num_workers: int) -> Start:
+        if get_worker_info() is not None:
+            limit_tokenizer_threads()
         rank, world_size = self.resolve_rank()
-        epoch = self._passes.next_pass(step=self.stream.epochs or 1)
-        state, self._loaded = self._loaded, None
+        epoch = self.passes.next_pass(step=self.stream.epochs or 1)
+        state = self.take_loaded()
         if epoch is None and state is not None:
             return Start.of(state, rank=rank, world_size=world_size, worker=worker, num_workers=num_workers)
         assert epoch is not None
         totals = self._progress.counts() if self._progress else dict.fromkeys(COUNTS, 0)
         return Start(first_epoch=epoch, rank=rank, world_size=world_size, totals=totals)
 
+    def take_loaded(self) -> dict[str, Any] | None:
+        """The loaded state, which is used once."""
+        state, self.loaded = self.loaded, None
+        return state
+
     def resolve_rank(self) -> tuple[int, int]:
         """(rank, world size) now. Explicit ones win, then torch.distributed, then the launcher's environment."""
-        rank, world_size = self._rank
-        if rank is None or world_size is None:
-            rank, world_size = self._rank_around()
-        _check_rank(rank, world_size, self.stream.lanes)
+        rank, world_size = self._rank or rank_of_group() or self._rank_sent() or rank_of_environment()
+        check_rank(rank, world_size, lanes=self.stream.lanes)
         return rank, world_size
 
-    def _rank_around(self) -> tuple[int, int]:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return torch.distributed.get_rank(), torch.distributed.get_world_size()
-        if self._rank_of_parent is not None and get_worker_info() is not None:
-            return self._rank_of_parent
-        return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    def _rank_sent(self) -> tuple[int, int] | None:
+        """In a spawned worker, which has no process group: that of the process that started it."""
+        return self._rank_of_parent if get_worker_info() is not None else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickling. A spawned worker has no process group, so the rank travels with the dataset."""
-        state = self.__dict__.copy()
-        state["_progress"] = None
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            state["_rank_of_parent"] = (torch.distributed.get_rank(), torch.distributed.get_world_size())
-        return state
+        """For pickling: the rank travels to spawned workers, the place in a running pass does not."""
+        return {**self.__dict__, "_progress": None, "_rank_of_parent": rank_of_group()}
 
     # ---- passes and states ---------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass begins with this epoch, also in persistent workers."""
-        _check_int("epoch", epoch, 0)
-        self._passes.set(epoch)
+        """The next pass begins with this epoch, also in persistent workers. (A loaded state goes first.)"""
+        _check_numbers({"epoch": (epoch, 0)})
+        if self.loaded is not None and self.loaded["pass"][0] != epoch:
+            warnings.warn(
+                f"set_epoch({epoch}) does not apply to the next pass, which resumes the loaded state in the pass of "
+                f"epoch {self.loaded['pass'][0]}",
+                stacklevel=2,
+            )
+        self.passes.set(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last row that this process has yielded (in a worker: of that worker alone).
@@ -241,18 +247,18 @@ class PackedDataset(IterableDataset[PackedRow]):
         Raises:
             StateError: in the main process of a DataLoader whose workers iterate this dataset: only they know.
         """
-        worker, num_workers = worker_info()
+        worker, num_workers = worker_of_process()
         if self._progress is not None:
             return self._progress.worker_state(worker=worker, num_workers=num_workers)
-        if self._loaded is not None:
-            return dict(self._loaded)
-        if get_worker_info() is None and self._passes.in_workers:
+        if self.loaded is not None:
+            return dict(self.loaded)
+        if get_worker_info() is None and self.passes.in_workers:
             raise StateError(
                 "this dataset is iterated in DataLoader workers, so its state is not known here; use "
                 "streampack.PackedLoader, whose state_dict() covers what it handed out, or a StatefulDataLoader"
             )
         rank, world_size = self.resolve_rank()
-        start = Start(first_epoch=self._passes.upcoming, rank=rank, world_size=world_size)
+        start = Start(first_epoch=self.passes.upcoming, rank=rank, world_size=world_size)
         return Progress(self.stream, start).worker_state(worker=worker, num_workers=num_workers)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -262,22 +268,12 @@ class PackedDataset(IterableDataset[PackedRow]):
             StateError: naming both values, if the state is not one of this stream, or of another rank or worker.
         """
         check(state, stream=self.stream.identity())
-        worker, num_workers = worker_info()
+        worker, num_workers = worker_of_process()
         rank, world_size = self.resolve_rank()
         start = Start.of(state, rank=rank, world_size=world_size, worker=worker, num_workers=num_workers)
-        self._loaded = dict(state)
+        self.loaded = dict(state)
         self._progress = None
-        self._passes.load(next_epoch=start.first_epoch + (self.stream.epochs or 1))
-
-
-def limit_threads() -> None:
-    """In a worker process: its tokenizer must not start a thread for each core, once for each worker."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-
-def worker_info() -> tuple[int, int]:
-    info = get_worker_info()
-    return (info.id, info.num_workers) if info is not None else (0, 1)
+        self.passes.load(next_epoch=start.first_epoch + (self.stream.epochs or 1))
 
 
 def _pad_token_id(tokenizer: Any) -> int:
@@ -292,11 +288,19 @@ def _function_name(function: Any) -> str | None:
     return None if function is None else getattr(function, "__qualname__", type(function).__qualname__)
 
 
-def _check_int(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} is {type(value).__name__}, not an int")
-    if value < least:
-        raise ValueError(f"{name}={value}: must be at least {least}")
+def _check_numbers(numbers: Mapping[str, tuple[int | None, int]]) -> None:
+    """Each is name: (value, least); None is an argument that was left out."""
+    for name, (value, least) in numbers.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise TypeError(f"{name}={value!r} is {type(value).__name__}, not an int")
+        if value is not None and value < least:
+            raise ValueError(f"{name}={value}: must be at least {least}")
+
+
+def _check_choices(choices: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> None:
+    for name, (choice, allowed) in choices.items():
+        if choice not in allowed:
+            raise ValueError(f"{name}={choice!r}: pass one of {', '.join(map(repr, allowed))}")
 
 
 def _check_lengths(seq_len: int, max_example_len: int | None, multiple: int, packing: str) -> None:
@@ -306,15 +310,3 @@ def _check_lengths(seq_len: int, max_example_len: int | None, multiple: int, pac
         raise ValueError("packing='wrapped' cuts examples anywhere, so pad_to_multiple_of cannot hold; use another")
     if max_example_len is not None and max_example_len > seq_len and packing != "wrapped":
         raise ValueError(f"max_example_len={max_example_len} does not fit into seq_len={seq_len}")
-
-
-def _check_rank(rank: int, world_size: int, lanes: int) -> None:
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank={rank} is not in 0 .. {world_size - 1} (world_size={world_size})")
-    if lanes % world_size:
-        below, above = lanes - lanes % world_size, -(-lanes // world_size) * world_size
-        near = " or ".join(str(value) for value in dict.fromkeys((below, above)) if value)
-        raise ValueError(
-            f"lanes={lanes} cannot be dealt evenly to world_size={world_size} ranks; use lanes={near}, a multiple of "
-            "every number of ranks you may use (lanes are part of the stream's identity, so choose before you start)"
-        )

@@ -80,6 +80,7 @@ class Encoder:
         if append_eos is True and self.eos is None:
             raise ValueError("append_eos=True, but the tokenizer has no eos_token_id; set tokenizer.eos_token")
         self._specials: int | None = None
+        self._fingerprint: str | None = None
 
     @property
     def batch(self) -> int:
@@ -245,6 +246,11 @@ class Encoder:
 
     def fingerprint(self) -> str:
         """Names the tokenizer by what decides the ids: its vocabulary and special tokens (not its library version)."""
+        if self._fingerprint is None:
+            self._fingerprint = self._make_fingerprint()
+        return self._fingerprint
+
+    def _make_fingerprint(self) -> str:
         if self.tokenizer is None:
             return "none"
         tokenizer = self.tokenizer

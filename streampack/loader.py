@@ -1,19 +1,16 @@
 """PackedLoader: a DataLoader of packed batches whose state covers exactly what it handed out."""
 
-import os
-import queue
-import threading
-import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
+from streampack.ahead import work_ahead
 from streampack.collate import Batch, Collator, LayoutName, PackedRow
-from streampack.dataset import PackedDataset, limit_threads, worker_info
+from streampack.dataset import PackedDataset
 from streampack.hosting import Given, Message, in_order
+from streampack.messages import Messages, quiet_fork
 from streampack.progress import Progress, Start
 from streampack.rows import Row
 from streampack.state import COUNTS, StateError, check
@@ -67,7 +64,7 @@ class PackedLoader(DataLoader[Any]):
         if not isinstance(batch_size, int) or batch_size < 1:
             raise ValueError(f"batch_size={batch_size!r}: pass the rows of a batch, an int of at least 1")
         self.packed = dataset
-        self._messages = _Messages(dataset)
+        self._messages = Messages(dataset)
         self._collator = Collator(layout, shift_labels=shift_labels)
         self._collate_rows = collate_fn
         self._ahead = prefetch_factor or AHEAD
@@ -86,8 +83,6 @@ class PackedLoader(DataLoader[Any]):
         # changing it later goes through __setattr__.)
         self.__dict__.update(batch_size=batch_size)
         self._pin = pin_memory and torch.cuda.is_available()
-        self._loaded: dict[str, Any] | None = None
-        self._next_epoch = 0
         self._progress: Progress | None = None
         self._last: list[Row] = []
 
@@ -102,7 +97,7 @@ class PackedLoader(DataLoader[Any]):
         progress = self._progress = Progress(self.packed.stream, self._start())
         source = self._batches(progress)
         if self.num_workers == 0:
-            source = _work_ahead(source, depth=self._ahead)
+            source = work_ahead(source, depth=self._ahead)
         try:
             for given in source:
                 self._check_current(progress)
@@ -127,19 +122,18 @@ class PackedLoader(DataLoader[Any]):
             )
 
     def _start(self) -> Start:
-        """Where the next pass begins."""
+        """Where the next pass begins. The dataset counts epochs, so its `set_epoch` and loaded state hold here too."""
         rank, world_size = self.packed.resolve_rank()
-        state, self._loaded = self._loaded, None
-        if state is not None:
-            start = Start.of(state, rank=rank, world_size=world_size)
-        else:
-            start = self._fresh_start(rank, world_size)
-        self._next_epoch = start.first_epoch + (self.packed.stream.epochs or 1)
-        return start
+        epoch = self.packed.passes.next_pass(step=self.packed.stream.epochs or 1)
+        state = self.packed.take_loaded()
+        if epoch is None and state is not None:
+            return Start.of(state, rank=rank, world_size=world_size)
+        assert epoch is not None
+        return self._fresh_start(epoch, rank, world_size)
 
-    def _fresh_start(self, rank: int, world_size: int) -> Start:
+    def _fresh_start(self, epoch: int, rank: int, world_size: int) -> Start:
         totals = self._progress.counts() if self._progress is not None else dict.fromkeys(COUNTS, 0)
-        return Start(first_epoch=self._next_epoch, rank=rank, world_size=world_size, totals=totals)
+        return Start(first_epoch=epoch, rank=rank, world_size=world_size, totals=totals)
 
     def _batches(self, progress: Progress) -> "Generator[list[Given], None, None]":
         """What lanes give, cut after each `batch_size` rows; the last may have fewer rows, or none."""
@@ -170,7 +164,7 @@ class PackedLoader(DataLoader[Any]):
             return
         if not self._messages.renew(start, rows_per_message, running=self._iterator is not None):
             self._iterator = None  # living workers cannot be told where to resume: start new ones
-        with _quiet_fork():
+        with quiet_fork():
             iterator = super().__iter__()
         yield from iterator
 
@@ -178,13 +172,7 @@ class PackedLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """The next pass begins with this epoch. A loaded state goes first: it says itself in which epoch it is."""
-        if self._loaded is not None and self._loaded["pass"][0] != epoch:
-            warnings.warn(
-                f"set_epoch({epoch}) does not apply to the next pass, which resumes the loaded state in the pass of "
-                f"epoch {self._loaded['pass'][0]}",
-                stacklevel=2,
-            )
-        self._next_epoch = epoch
+        self.packed.set_epoch(epoch)
 
     def state_dict(self, *, batches: int | None = None) -> dict[str, Any]:
         """The state of this rank after the batches handed out: plain values, for `torch.save` or JSON.
@@ -202,13 +190,13 @@ class PackedLoader(DataLoader[Any]):
 
     def _current(self) -> Progress:
         """The running (or last) pass, or the one that comes where none began since a state was loaded."""
-        progress = self._progress
-        if progress is not None and not (progress.ended and progress.epochs[1] != self._next_epoch):
+        dataset, progress = self.packed, self._progress
+        if progress is not None and not (progress.ended and progress.epochs[1] != dataset.passes.upcoming):
             return progress
-        rank, world_size = self.packed.resolve_rank()
-        if self._loaded is not None:
-            return Progress(self.packed.stream, Start.of(self._loaded, rank=rank, world_size=world_size))
-        return Progress(self.packed.stream, self._fresh_start(rank, world_size))
+        rank, world_size = dataset.resolve_rank()
+        if dataset.loaded is not None:
+            return Progress(dataset.stream, Start.of(dataset.loaded, rank=rank, world_size=world_size))
+        return Progress(dataset.stream, self._fresh_start(dataset.passes.upcoming, rank, world_size))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state, on any number of ranks (that divides lanes) and workers. Used by the next pass.
@@ -224,9 +212,7 @@ class PackedLoader(DataLoader[Any]):
                 f"the state is of rank {state['rank']} of {state['world_size']} alone; load "
                 "streampack.merge_states([the state of every rank])"
             )
-        rank, world_size = self.packed.resolve_rank()
-        Start.of(state, rank=rank, world_size=world_size)
-        self._loaded = dict(state)
+        self.packed.load_state_dict(state)
         self._progress = None
         self._last = []
 
@@ -252,92 +238,6 @@ class PackedLoader(DataLoader[Any]):
         epochs read, with the share of the present one; lane_rows_min, lane_rows_max: how even the lanes are.
         """
         return self._current().stats()
-
-
-class _Messages(IterableDataset[Message]):
-    """What runs in workers: the messages of a pass. Living (persistent) workers learn of a new pass from `shared`."""
-
-    def __init__(self, packed: PackedDataset) -> None:
-        self.packed = packed
-        self._start: Start | None = None
-        self._rows_per_message = 1
-        self._serial = 0
-        self._shared: torch.Tensor = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]  # number of the pass, its first epoch
-
-    def renew(self, start: Start, rows_per_message: int, *, running: bool) -> bool:
-        """Set the next pass. False: workers that are running cannot take part in it."""
-        self._serial += 1
-        self._start, self._rows_per_message = start, rows_per_message
-        self._shared[0], self._shared[1] = self._serial, start.first_epoch
-        return not (running and (start.states or start.row))
-
-    def set_epoch(self, epoch: int) -> None:
-        """The next pass of the dataset begins with this epoch."""
-        self.packed.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[Message]:
-        limit_threads()
-        worker, num_workers = worker_info()
-        start = self._start
-        assert start is not None
-        if int(self._shared[0]) != self._serial:
-            start = Start(first_epoch=int(self._shared[1]), rank=start.rank, world_size=start.world_size)
-        stream = self.packed.stream
-        host = start.host(stream, worker=worker, num_workers=num_workers, rows_per_message=self._rows_per_message)
-        yield from host.messages(stream.open_lanes(first_epoch=start.first_epoch, states=start.states))
-
-
-def _work_ahead(source: "Generator[list[Given], None, None]", *, depth: int) -> "Generator[list[Given], None, None]":
-    """Run a generator in a thread, at most `depth` items ahead; its errors are raised here."""
-    made: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=depth)
-    stopped = threading.Event()
-
-    def put(kind: str, item: Any) -> bool:
-        while not stopped.is_set():
-            try:
-                made.put((kind, item), timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
-
-    def work() -> None:
-        try:
-            for item in source:
-                if not put("item", item):
-                    return
-            put("end", None)
-        except BaseException as error:
-            put("error", error)
-        finally:
-            source.close()
-
-    thread = threading.Thread(target=work, name="streampack", daemon=True)
-    thread.start()
-    try:
-        while True:
-            kind, item = made.get()
-            if kind == "end":
-                return
-            if kind == "error":
-                raise item
-            yield item
-    finally:
-        stopped.set()
-        thread.join()
-
-
-@contextmanager
-def _quiet_fork() -> Iterator[None]:
-    """Start workers with the tokenizer's threads off, which also keeps it from warning about the fork."""
-    name = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(name)
-    os.environ.setdefault(name, "false")
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
 
 
 def _as_it_is(message: Any) -> Any:

@@ -166,6 +166,18 @@ def test_the_launcher_s_environment_is_read_when_iteration_starts(
     assert [rows[rank][place] for place in range(3) for rank in range(4)] == expected[:12]
 
 
+def test_half_an_environment_is_refused_and_tasks_without_ranks_are_warned_about(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="RANK=None, WORLD_SIZE=4"):
+        next(iter(packed()))
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    with pytest.warns(UserWarning, match="SLURM_NTASKS=4, but there is no process group"):
+        next(iter(packed()))
+
+
 def test_five_examples_on_sixteen_lanes_come_once_and_an_endless_stream_of_them_is_refused() -> None:
     rows = [row["input_ids"].tolist() for row in packed(examples(5))]
     assert len(rows) == 5

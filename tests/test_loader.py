@@ -211,6 +211,7 @@ def test_a_pass_that_is_overtaken_by_a_load_or_another_pass_raises() -> None:
 
 def test_set_epoch_on_a_loaded_state_of_another_epoch_warns() -> None:
     loader = PackedLoader(packed(), 1)
+    next(iter(loader))
     loader.load_state_dict(loader.state_dict())
     loader.set_epoch(0)
     with pytest.warns(UserWarning, match=r"set_epoch\(4\) does not apply.*epoch 0"):
@@ -304,9 +305,9 @@ def test_workers_end_with_the_pass_and_with_a_break() -> None:
 def test_a_tokenizer_used_before_the_fork_neither_hangs_nor_warns_and_the_environment_is_unchanged() -> None:
     program = """
 import os, sys
-from tests.tiny_tokenizers import word_level
+from tests.tiny_tokenizers import word_tokenizer
 import streampack
-tokenizer = word_level()
+tokenizer = word_tokenizer()
 tokenizer(["a b"] * 100)
 texts = [{"text": "a b c d"}] * 200
 ds = streampack.PackedDataset(texts, tokenizer, seq_len=16)
@@ -314,7 +315,10 @@ before = dict(os.environ)
 print(len(list(streampack.PackedLoader(ds, 2, num_workers=2))))
 assert dict(os.environ) == before
 """
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    root = Path(__file__).parent.parent
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True, cwd=root
+    )
     assert "just got forked" not in run.stderr
     assert int(run.stdout) > 20
 
@@ -395,10 +399,42 @@ def test_bad_arguments_are_refused() -> None:
 def test_the_loader_s_dataset_pickles_before_and_after_iterating(expected: list[list[int]]) -> None:
     dataset = packed()
     assert rows_of(PackedLoader(pickle.loads(pickle.dumps(dataset)), 1)) == expected
+    dataset.set_epoch(0)
     next(iter(dataset))
     assert len(pickle.dumps(dataset)) < 200_000
     copy = pickle.loads(pickle.dumps(dataset))
+    copy.set_epoch(0)
     assert rows_of(PackedLoader(copy, 1)) == expected
+
+
+def test_set_epoch_and_a_state_loaded_into_the_dataset_hold_for_its_loader(expected: list[list[int]]) -> None:
+    dataset = packed()
+    loader = PackedLoader(dataset, 1, num_workers=2, persistent_workers=True)
+    rows_of(loader)
+    dataset.set_epoch(0)
+    assert rows_of(loader, 10) == expected[:10]
+    state = loader.state_dict()
+    dataset.load_state_dict(state)
+    assert rows_of(loader) == expected[10:]
+
+
+def test_a_dataset_of_a_loader_that_another_loader_takes_apart_is_refused() -> None:
+    loader = PackedLoader(packed(), 1)
+    next(iter(loader))
+    with pytest.raises(RuntimeError, match="use the PackedLoader as it is"):
+        next(iter(DataLoader(loader.dataset, batch_size=None)))
+
+
+def test_a_pass_that_is_never_finished_does_not_disturb_the_end_of_the_program() -> None:
+    program = """
+import streampack
+dataset = streampack.PackedDataset([{"input_ids": [1, 2, 3]}] * 5000, None, seq_len=16, epochs=None)
+batches = iter(streampack.PackedLoader(dataset, 2))
+next(batches)
+print("end")
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert (run.stdout, run.stderr) == ("end\n", "")
 
 
 # ---- ranks by hand ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,64 @@
+"""What runs in the worker processes of a PackedLoader: each sends its share of the rows as messages."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from streampack.dataset import PackedDataset
+from streampack.hosting import Message
+from streampack.progress import Start
+from streampack.ranks import limit_tokenizer_threads, worker_of_process
+
+
+class Messages(IterableDataset[Message]):
+    """The messages of a pass. Living (persistent) workers learn of a new pass through shared memory."""
+
+    def __init__(self, packed: PackedDataset) -> None:
+        self.packed = packed
+        self._start: Start | None = None
+        self._rows_per_message = 1
+        self._serial = 0
+        # Number of the newest pass, and its first epoch.
+        self._shared: torch.Tensor = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+
+    def renew(self, start: Start, rows_per_message: int, *, running: bool) -> bool:
+        """Set the next pass. False: workers that are running cannot take part in it."""
+        self._serial += 1
+        self._start, self._rows_per_message = start, rows_per_message
+        self._shared[0], self._shared[1] = self._serial, start.first_epoch
+        return not (running and (start.states or start.row))
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next pass of the dataset begins with this epoch."""
+        self.packed.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Message]:
+        limit_tokenizer_threads()
+        worker, num_workers = worker_of_process()
+        start = self._start
+        if start is None or get_worker_info() is None:
+            raise RuntimeError(
+                "the dataset of a PackedLoader was taken into another DataLoader (as accelerate's prepare does), which "
+                "would split or repeat what is dealt to ranks already; use the PackedLoader as it is"
+            )
+        if int(self._shared[0]) != self._serial:
+            start = Start(first_epoch=int(self._shared[1]), rank=start.rank, world_size=start.world_size)
+        stream = self.packed.stream
+        host = start.host(stream, worker=worker, num_workers=num_workers, rows_per_message=self._rows_per_message)
+        yield from host.messages(stream.open_lanes(first_epoch=start.first_epoch, states=start.states))
+
+
+@contextmanager
+def quiet_fork() -> Iterator[None]:
+    """Start workers with the tokenizer's threads off, which also keeps it from warning about the fork."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ.setdefault(name, "false")
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)

@@ -1,0 +1,68 @@
+"""Which rank and which DataLoader worker this process is."""
+
+import os
+import warnings
+
+import torch.distributed
+from torch.utils.data import get_worker_info
+
+_TASKS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+def worker_of_process() -> tuple[int, int]:
+    """(worker, number of workers); (0, 1) outside DataLoader workers."""
+    info = get_worker_info()
+    return (info.id, info.num_workers) if info is not None else (0, 1)
+
+
+def rank_of_group() -> tuple[int, int] | None:
+    """(rank, world size) of the default process group, if there is one."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return None
+
+
+def rank_of_environment() -> tuple[int, int]:
+    """(rank, world size) as the launcher says: RANK and WORLD_SIZE (torchrun and others), else (0, 1).
+
+    Raises:
+        ValueError: where only one of them says something.
+    """
+    rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if rank is None and (world_size is None or world_size == "1"):
+        for name in _TASKS:
+            if int(os.environ.get(name) or 1) > 1:
+                warnings.warn(
+                    f"{name}={os.environ[name]}, but there is no process group and no RANK and WORLD_SIZE: every task "
+                    "reads the whole stream. Call torch.distributed.init_process_group before iterating, or pass "
+                    "rank= and world_size=",
+                    stacklevel=2,
+                )
+        return 0, 1
+    if rank is None or world_size is None:
+        raise ValueError(
+            f"RANK={rank}, WORLD_SIZE={world_size} in the environment: set both, or pass rank=, world_size="
+        )
+    return int(rank), int(world_size)
+
+
+def check_rank(rank: int, world_size: int, *, lanes: int) -> None:
+    """Refuse a rank outside the world, and a world that does not divide the lanes.
+
+    Raises:
+        ValueError: naming both numbers, and lanes that would do.
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank={rank} is not in 0 .. {world_size - 1} (world_size={world_size})")
+    if lanes % world_size:
+        below, above = lanes - lanes % world_size, -(-lanes // world_size) * world_size
+        near = " or ".join(str(value) for value in (below, above) if value)
+        raise ValueError(
+            f"lanes={lanes} cannot be dealt evenly to world_size={world_size} ranks; use lanes={near}, a multiple of "
+            "every number of ranks you may use (lanes are part of the stream's identity, so choose before you start)"
+        )
+
+
+def limit_tokenizer_threads() -> None:
+    """In a worker process: its tokenizer must not start a thread for each core, once for each worker."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
