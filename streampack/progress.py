@@ -94,6 +94,7 @@ class Progress:
         self.ended = False
         """The pass is over: the next one begins with the next epoch."""
         self._changed: dict[int, LaneState | None] = {}
+        self._texts: dict[int, tuple[LaneState, str]] = {}
         # What each of the last batches replaced: (row, rows, the lanes it changed as they were before).
         self._before = start.row, start.rows
         self._history: deque[tuple[int, int, dict[int, LaneState | None]]] = deque(maxlen=HISTORY)
@@ -134,11 +135,19 @@ class Progress:
             "ended": self.ended and batches in (None, self.batches),
             "totals": dict(self.start.totals),
             "lanes": {
-                str(lane): state.to_json()
+                str(lane): self._text(lane, state)
                 for lane, state in sorted(lanes.items())
                 if state is not None and self._hosts(lane)
             },
         }
+
+    def _text(self, lane: int, state: LaneState) -> str:
+        """A lane's state as JSON; most lanes have not changed since the last time."""
+        known, text = self._texts.get(lane, (None, ""))
+        if known is not state:
+            text = state.to_json()
+            self._texts[lane] = state, text
+        return text
 
     def worker_state(self, *, worker: int, num_workers: int) -> dict[str, Any]:
         """The state of one worker of several: its lanes, and how far it is in the cycle over all lanes."""

@@ -17,6 +17,7 @@ import numpy as np
 from streampack.tables import Position
 
 VERSION = 1
+_JSON = json.JSONEncoder(separators=(",", ":"))
 
 COUNTS = (
     "rows",
@@ -65,14 +66,18 @@ class LaneState:
     """The lane has given all its rows of the pass."""
 
     def to_json(self) -> str:
-        """Compact: numbers relative to `first`, the waiting ones as a bitmap."""
-        bits = np.packbits(np.frombuffer(self.waiting, dtype=np.uint8))
+        """Compact: numbers relative to `first`, the waiting ones as a bitmap from the oldest on."""
+        used = self.waiting.find(1)
+        used = len(self.waiting) if used < 0 else used
+        bits = (
+            np.packbits(np.frombuffer(self.waiting, dtype=np.uint8, offset=used)) if used < len(self.waiting) else b""
+        )
         position = self.position
         fields = [
             [position.epoch, position.turn, position.index, position.block],
             self.first,
-            base64.b64encode(bits.tobytes()).decode(),
-            len(self.waiting),
+            base64.b64encode(bits).decode(),
+            [used, len(self.waiting)],
             [self.head[0] - self.first, self.head[1]],
             [[number - self.first, *_deltas(starts)] for number, starts in self.fragments],
             self.planned,
@@ -80,16 +85,17 @@ class LaneState:
             self.counts,
             int(self.done),
         ]
-        return json.dumps(fields, separators=(",", ":"))
+        return _JSON.encode(fields)
 
     @staticmethod
     def from_json(text: str) -> "LaneState":
-        position, first, bitmap, size, head, fragments, planned, epoch, counts, done = json.loads(text)
-        bits = np.unpackbits(np.frombuffer(base64.b64decode(bitmap), dtype=np.uint8), count=size)
+        position, first, bitmap, span, head, fragments, planned, epoch, counts, done = json.loads(text)
+        used, size = span
+        bits = np.unpackbits(np.frombuffer(base64.b64decode(bitmap), dtype=np.uint8), count=size - used)
         return LaneState(
             position=Position(*position),
             first=first,
-            waiting=bits.tobytes(),
+            waiting=bytes(used) + bits.tobytes(),
             head=(first + head[0], head[1]),
             fragments=tuple((first + number, _undo_deltas(starts)) for number, *starts in fragments),
             planned=planned,
