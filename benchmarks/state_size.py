@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 
-from data import SETS, LengthSource, lengths_of, parquet_of_ids, show, show_versions, tokenizer
+from data import SETS, LengthSource, lengths_of, parquet_of_ids, show, show_versions, snippets, tokenizer
 
 from streampack import PackedDataset, PackedLoader
 from streampack.hosting import Host
@@ -42,8 +42,8 @@ def sizes(name: str) -> list[object]:
 def seconds(name: str, *, num_workers: int, text: bool) -> list[object]:
     """Milliseconds of state_dict() after each batch. `text`: of a stream with a tokenizer, which identifies it."""
     if text:
-        data = [{"text": f"{number} " * 300} for number in range(20_000)]
-        dataset = PackedDataset(data, tokenizer(), seq_len=512, lanes=64)
+        data = [{"text": text} for text in snippets(60_000)]
+        dataset = PackedDataset(data, tokenizer(), seq_len=256, lanes=64)
     else:
         import datasets
 
@@ -55,7 +55,7 @@ def seconds(name: str, *, num_workers: int, text: bool) -> list[object]:
         begin = time.perf_counter()
         state = loader.state_dict()
         times.append(1000 * (time.perf_counter() - begin))
-        if len(times) == 300:
+        if len(times) == 100:
             break
     times = times[16:]  # the first ones, until all lanes are open
     middle = statistics.median(times)

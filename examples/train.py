@@ -10,19 +10,21 @@ With no arguments it trains on text that every machine has: the functions and cl
 written once to `--data` as Parquet files with a tokenizer trained on them, and streamed back by `datasets`.
 `--dataset` takes a dataset of the Hub instead, or a folder or file of .parquet or .jsonl files.
 
-`--out` holds the newest two checkpoints (model, optimizer and stream, one file each) and losses.jsonl: for each step
-the loss (mean over the global batch), its number of targets, and a digest of the token ids of its rows, in order.
-At the end it prints speed and fill, and what padding would have cost: the examples seen (of split ones the
-fragments), in the order seen, as many in a batch as the packed batch has rows, each batch padded to its longest; in
-cells (tokens and padding that the model has to process), not in time.
+`--out` gets the newest two checkpoints (model, optimizer and stream, one file each) and losses.jsonl: for each step
+the loss (mean over the targets of the global batch), the norm of its gradient, a digest of the rows, and the lengths
+of their examples. A line of the progress bar: loss, tokens/s, fill (tokens / cells), and epochs of the data read.
+
+At the end it prints what padding would have cost for the same examples (of split ones: the fragments), in cells, that
+is tokens and padding that a model has to process: as many examples in a batch as the packed batch has rows, each
+batch padded to its longest; in the order seen, and with the examples of each 50 batches sorted by length before.
 """
 
 import argparse
 import ast
 import hashlib
 import importlib.util
+import itertools
 import json
-import math
 import os
 import signal
 import sysconfig
@@ -30,9 +32,9 @@ import tempfile
 import threading
 import time
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -49,13 +51,12 @@ import streampack
 RANK = int(os.environ.get("RANK", "0"))  # torchrun sets these three
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
-NUM_SHARDS = 8
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=60, help="steps in all, also of a run that is resumed")
-    parser.add_argument("--seq-len", type=int, default=512, help="tokens in a row")
+    parser.add_argument("--seq-len", type=int, default=1024, help="tokens in a row")
     parser.add_argument("--global-batch", type=int, default=8, help="rows in a step, over all processes")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
@@ -102,12 +103,10 @@ def functions_and_classes(path: Path) -> list[str]:
 
 def make_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=8192, special_tokens=["<|end|>"], initial_alphabet=alphabet)
-    )
+    trainer = trainers.BpeTrainer(vocab_size=8192, special_tokens=["<|end|>"], initial_alphabet=alphabet)
+    bpe.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|end|>", pad_token="<|end|>")
 
 
@@ -124,9 +123,9 @@ def make_standard_library(folder: Path, max_files: int | None) -> None:
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}-unfinished-", dir=folder.parent) as parent:
         unfinished = Path(parent, "data")
         unfinished.mkdir()
-        for number in range(NUM_SHARDS):
-            part = texts[number * len(texts) // NUM_SHARDS : (number + 1) * len(texts) // NUM_SHARDS]
-            pq.write_table(pa.table({"text": part}), unfinished / f"{number:02d}.parquet", row_group_size=100)
+        for number, first in enumerate(range(0, len(texts), 500)):
+            part = pa.table({"text": texts[first : first + 500]})
+            pq.write_table(part, unfinished / f"{number:02d}.parquet", row_group_size=100)
         make_tokenizer(texts).save_pretrained(unfinished / "tokenizer")
         try:
             os.replace(unfinished, folder)
@@ -139,9 +138,7 @@ def open_stream(args: argparse.Namespace) -> IterableDataset:
     """The examples, as a stream that is neither shuffled nor split: streampack does both."""
     place = Path(args.dataset or args.data)
     if args.dataset and not place.exists():
-        return load_dataset(
-            args.dataset, args.dataset_config, split=args.split, revision=args.revision, streaming=True
-        )
+        return load_dataset(args.dataset, args.dataset_config, split=args.split, revision=args.revision, streaming=True)
     files = [place] if place.is_file() else [*place.rglob("*.parquet")] or [*place.rglob("*.jsonl")]
     if not files:
         raise SystemExit(f"no .parquet or .jsonl files in {place}")
@@ -188,39 +185,43 @@ def make_model(args: argparse.Namespace, vocab_size: int, attention: str) -> Lla
     return LlamaForCausalLM(config)
 
 
-def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """Linear warm-up over 10 steps, then a cosine down to a tenth at the last step."""
-    return args.lr * min(1.0, step / 10) * (0.55 + 0.45 * math.cos(math.pi * min(1.0, step / args.steps)))
+def train_step(
+    model: Any, optimizer: Any, batch: dict[str, Any], num_targets: int, device: torch.device
+) -> tuple[float, float]:
+    """One update with the gradient of the global batch, which has `num_targets` targets.
 
-
-def train_step(model: Any, optimizer: Any, batch: dict[str, Any], num_targets: int, device: torch.device) -> float:
-    """One update. Returns this rank's part of the loss: summed over its targets, divided by those of all ranks."""
+    Returns this rank's part of the loss (the sum over its targets, divided by `num_targets`), and the gradient's norm.
+    """
     batch = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         loss = model(**batch, num_items_in_batch=num_targets).loss
     (loss * WORLD_SIZE).backward()  # DistributedDataParallel takes the mean over ranks: this makes it the sum
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    return loss.item()
+    return loss.item(), norm.item()
 
 
 def look_at_rows(batch: dict[str, Any], provenance: list[list[Any]], seq_len: int) -> list[tuple[str, list[int]]]:
-    """For each row a digest of its token ids, and the lengths of its examples (a padding tail is not one)."""
+    """For each row of a batch a digest of its token ids, and the lengths of its examples."""
+    all_ids, all_positions = (batch[key].view(-1, seq_len) for key in ("input_ids", "position_ids"))
     rows = []
-    for ids, positions, examples in zip(
-        batch["input_ids"].view(-1, seq_len), batch["position_ids"].view(-1, seq_len), provenance, strict=True
-    ):
-        ends = [*(positions == 0).nonzero().flatten().tolist(), seq_len]
-        lengths = [end - start for start, end in zip(ends, ends[1:], strict=False)]
-        rows.append((hashlib.sha256(ids.numpy().tobytes()).hexdigest(), lengths[: len(examples)]))
+    for ids, positions, examples in zip(all_ids, all_positions, provenance, strict=True):
+        bounds = [*(positions == 0).nonzero().flatten().tolist(), seq_len]
+        lengths = [end - start for start, end in itertools.pairwise(bounds)]
+        rows.append((hashlib.sha256(ids.numpy()).hexdigest(), lengths[: len(examples)]))  # after them: padding
     return rows
 
 
-def padded_cells(lengths: Sequence[int], batch_size: int) -> int:
-    """Cells of batches that are each padded to their longest example."""
-    groups = [lengths[start : start + batch_size] for start in range(0, len(lengths), batch_size)]
-    return sum(len(group) * max(group) for group in groups)
+def put_together(loss: float, rows: list[tuple[str, list[int]]]) -> dict[str, Any]:
+    """What a step was, from all processes: the same for any number of them."""
+    parts = gather((loss, rows))
+    in_order = [row for turn in zip(*(rows for _, rows in parts), strict=True) for row in turn]  # ranks take turns
+    return {
+        "loss": sum(part for part, _ in parts),
+        "rows": hashlib.sha256("".join(digest for digest, _ in in_order).encode()).hexdigest(),
+        "lengths": [lengths for _, lengths in in_order],
+    }
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -228,23 +229,24 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*.pt"))
 
 
-def save(folder: Path, checkpoint: dict[str, Any]) -> None:
+def save(folder: Path, step: int, **states: Any) -> None:
     """Write a checkpoint, which appears complete or not at all, and remove all but the newest two."""
     unfinished = folder / "unfinished.pt"
     with open(unfinished, "wb") as file:
-        torch.save(checkpoint, file)
+        torch.save({"step": step, **states}, file)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(unfinished, folder / f"step-{checkpoint['step']:08d}.pt")
+    os.replace(unfinished, folder / f"step-{step:08d}.pt")
     for old in checkpoints(folder)[:-2]:
         old.unlink()
 
 
-def open_log(folder: Path, steps: int) -> Any:
-    """losses.jsonl with the lines of the first `steps` steps: later ones, which no checkpoint holds, come again."""
-    path = folder / "losses.jsonl"
+def open_log(folder: Path, steps: int) -> TextIO:
+    """losses.jsonl, cut to the lines of the first `steps` steps: later ones, which no checkpoint holds, come again."""
+    if RANK > 0:
+        return open(os.devnull, "w")
+    path, unfinished = folder / "losses.jsonl", folder / "unfinished.jsonl"
     lines = path.read_text().splitlines(keepends=True)[:steps] if path.exists() else []
-    unfinished = folder / "unfinished.jsonl"
     unfinished.write_text("".join(lines))
     os.replace(unfinished, path)
     return open(path, "a", buffering=1)
@@ -268,44 +270,54 @@ def make_loader(args: argparse.Namespace, tokenizer: Any, *, flat: bool) -> stre
     )
 
 
-def train(
-    args: argparse.Namespace, loader: streampack.PackedLoader, model: Any, optimizer: Any, run: dict[str, Any]
-) -> None:
-    """Train to the last step, or to a signal. `run` holds the number of steps done and what they saw."""
+def train(args: argparse.Namespace, loader: streampack.PackedLoader, model: Any, optimizer: Any, done: int) -> None:
+    """Train from step `done` + 1 to the last one, or to a signal."""
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     parallel = DistributedDataParallel(model) if WORLD_SIZE > 1 else model
-    start, tokens_before = time.monotonic(), run["tokens"]
-    steps = range(run["step"] + 1, args.steps + 1)
-    with open_log(args.out, run["step"]) as log, tqdm(total=args.steps, initial=run["step"], disable=RANK > 0) as bar:
-        for step, batch in zip(steps, loader, strict=False):
-            counts = torch.tensor([loader.num_loss_tokens, stop.is_set()], device=model.device)
+    start, tokens = time.monotonic(), 0
+    with open_log(args.out, done) as log, tqdm(total=args.steps, initial=done, disable=RANK > 0) as bar:
+        for step, batch in zip(range(done + 1, args.steps + 1), loader, strict=False):
+            sums = torch.tensor([loader.num_loss_tokens, stop.is_set()], device=model.device)
             if WORLD_SIZE > 1:
-                dist.all_reduce(counts)  # so all ranks stop after the same step
-            num_targets, stopping = counts.tolist()
+                dist.all_reduce(sums)
+            num_targets, stopping = sums.tolist()  # all ranks learn of a signal to one of them in the same step
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, args)
-            loss = train_step(parallel, optimizer, batch, num_targets, model.device)
+                group["lr"] = args.lr * min(1.0, step / 10)  # warm-up; not of --steps, which a resumed run may change
+            loss, norm = train_step(parallel, optimizer, batch, num_targets, model.device)
 
-            parts = gather((loss, look_at_rows(batch, loader.provenance, args.seq_len)))
-            loss = sum(part for part, _ in parts)
-            rows = [row for turn in zip(*(rows for _, rows in parts), strict=True) for row in turn]  # in stream order
-            count(run, step, [lengths for _, lengths in rows], args)
-            digest = hashlib.sha256("".join(digest for digest, _ in rows).encode()).hexdigest()
-            log.write(json.dumps({"step": step, "loss": loss, "targets": num_targets, "rows": digest}) + "\n")
-            bar.update()
+            line = put_together(loss, look_at_rows(batch, loader.provenance, args.seq_len))
+            log.write(json.dumps({"step": step, "gradient_norm": norm, **line}) + "\n")
+            tokens += sum(map(sum, line["lengths"]))
+            stats = loader.stats
             bar.set_postfix_str(
-                f"loss {loss:.3f}, {(run['tokens'] - tokens_before) / (time.monotonic() - start):,.0f} tokens/s, "
-                f"fill {run['tokens'] / run['cells']:.4f}, epoch {loader.stats['epoch']:.3f}"
+                f"loss {line['loss']:.3f}, {tokens / (time.monotonic() - start):,.0f} tokens/s, "
+                f"fill {stats['fill']:.4f}, epoch {stats['epoch']:.3f}",
+                refresh=False,
             )
+            bar.update()
             if stopping or step == args.steps or step % args.save_every == 0:
                 stream = streampack.merge_states(gather(loader.state_dict()))
                 if RANK == 0:
-                    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "stream": stream}
-                    save(args.out, {**state, "run": run})
+                    save(args.out, step, model=model.state_dict(), optimizer=optimizer.state_dict(), stream=stream)
             if stopping:
+                bar.write(f"stopped and saved after step {step}; --resume goes on")
                 break
+
+
+def report(args: argparse.Namespace) -> None:
+    """Print what packing saved, from losses.jsonl."""
+    with open(args.out / "losses.jsonl") as file:
+        rows = [row for line in file for row in json.loads(line)["lengths"]]
+    lengths, size = [length for row in rows for length in row], args.global_batch
+    windows = [sorted(lengths[first : first + 50 * size]) for first in range(0, len(lengths), 50 * size)]
+    cells = len(rows) * args.seq_len
+    print(f"packed: {cells:,} cells for {sum(lengths):,} tokens of {len(lengths):,} examples")
+    for how, order in (("as they come", lengths), ("sorted by length", list(itertools.chain(*windows)))):
+        batches = [order[first : first + size] for first in range(0, len(order), size)]
+        padded = sum(len(batch) * max(batch) for batch in batches)
+        print(f"padded, {size} in a batch, {how}: {padded:,} cells, {padded / cells:.2f} times as many")
 
 
 def main() -> None:
@@ -322,17 +334,16 @@ def main() -> None:
     loader = make_loader(args, tokenizer, flat=flash)
     model = make_model(args, len(tokenizer), "flash_attention_2" if flash else "sdpa").to(device)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
-    run = dict.fromkeys(("step", "tokens", "cells", "examples", "padded", "sorted"), 0)
+    done = 0
     if args.resume and checkpoints(args.out):
-        newest = checkpoints(args.out)[-1]
-        checkpoint = torch.load(newest, map_location=device)
+        checkpoint = torch.load(checkpoints(args.out)[-1], map_location=device)
         loader.load_state_dict(checkpoint["stream"])
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
-        run = checkpoint["run"]
-    train(args, loader, model, optimizer, run)
+        done = checkpoint["step"]
+    train(args, loader, model, optimizer, done)
     if RANK == 0:
-        report(args, run)
+        report(args)
     if WORLD_SIZE > 1:
         dist.destroy_process_group()
 

@@ -67,11 +67,8 @@ class LaneState:
 
     def to_json(self) -> str:
         """Compact: numbers relative to `first`, the waiting ones as a bitmap from the oldest on."""
-        used = self.waiting.find(1)
-        used = len(self.waiting) if used < 0 else used
-        bits = (
-            np.packbits(np.frombuffer(self.waiting, dtype=np.uint8, offset=used)) if used < len(self.waiting) else b""
-        )
+        used = max(self.waiting.find(1), 0)
+        bits = np.packbits(np.frombuffer(self.waiting[used:], dtype=np.uint8)).tobytes()
         position = self.position
         fields = [
             [position.epoch, position.turn, position.index, position.block],
@@ -79,7 +76,7 @@ class LaneState:
             base64.b64encode(bits).decode(),
             [used, len(self.waiting)],
             [self.head[0] - self.first, self.head[1]],
-            [[number - self.first, *_deltas(starts)] for number, starts in self.fragments],
+            [[number - self.first, *_runs(starts)] for number, starts in self.fragments],
             self.planned,
             self.epoch,
             self.counts,
@@ -97,7 +94,7 @@ class LaneState:
             first=first,
             waiting=bytes(used) + bits.tobytes(),
             head=(first + head[0], head[1]),
-            fragments=tuple((first + number, _undo_deltas(starts)) for number, *starts in fragments),
+            fragments=tuple((first + number, _starts(starts)) for number, *starts in fragments),
             planned=planned,
             epoch=tuple(epoch),
             counts=tuple(counts),
@@ -110,8 +107,13 @@ class LaneState:
         return LaneState(Position(epoch, 0, 0, 0), 0, b"", (0, 0), (), 0, (epoch, 0, 0), (0,) * len(COUNTS), False)
 
 
-def _deltas(starts: Sequence[int]) -> list[int]:
-    """First tokens of fragments rise in equal steps mostly: [first, step, how many] for each run."""
+def _runs(starts: tuple[int, ...]) -> list[int]:
+    """First tokens of fragments rise in equal steps mostly: first, step, how many, for each run of equal steps."""
+    if len(starts) == 1:
+        return [starts[0], 0, 1]
+    step = starts[1] - starts[0]
+    if starts == tuple(range(starts[0], starts[-1] + 1, step)):
+        return [starts[0], step, len(starts)]
     runs: list[int] = []
     for start in starts:
         if runs and (runs[-1] == 1 or start == runs[-3] + runs[-2] * runs[-1]):
@@ -121,7 +123,7 @@ def _deltas(starts: Sequence[int]) -> list[int]:
     return runs
 
 
-def _undo_deltas(runs: Sequence[int]) -> tuple[int, ...]:
+def _starts(runs: Sequence[int]) -> tuple[int, ...]:
     triples = zip(runs[::3], runs[1::3], runs[2::3], strict=True)
     return tuple(start + step * place for start, step, many in triples for place in range(many))
 

@@ -30,7 +30,11 @@ def _rank(rank: int, work: Callable[..., None], world_size: int, folder: str, ar
     torch.set_num_threads(1)
     dataset = packed(epochs=None)  # built before the process group is there
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=60),
     )
     found = work(dataset, *arguments)
     Path(folder, f"rank-{rank}").write_text(json.dumps(found))

@@ -124,7 +124,9 @@ def test_a_cut_in_the_middle_of_a_cycle_resumes_on_other_ranks_with_the_next_row
     run = Ranks(stream, 1, 0)
     run.take(done)
     for world_size, num_workers in WORLDS:
-        assert fingerprints(Ranks(stream, world_size, num_workers, run.state()).take(64 // world_size)) == expected[done:]
+        assert (
+            fingerprints(Ranks(stream, world_size, num_workers, run.state()).take(64 // world_size)) == expected[done:]
+        )
 
 
 def test_a_state_loaded_and_saved_at_once_is_the_same_state() -> None:

@@ -129,8 +129,7 @@ def test_orders_differ_between_epochs_and_seeds_when_shuffled_and_repeat_when_no
     def firsts(**changes: Any) -> list[list[int]]:
         rows = Ranks(make_stream(examples(400), epochs=2, **changes), 1, 0).take(10**6)
         return [
-            [index for given in rows for e, _, index, *_ in given.row.origin.tolist() if e == epoch]
-            for epoch in (0, 1)
+            [index for given in rows for e, _, index, *_ in given.row.origin.tolist() if e == epoch] for epoch in (0, 1)
         ]
 
     first, second = firsts()
