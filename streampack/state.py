@@ -8,7 +8,7 @@
 
 import base64
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +76,7 @@ class LaneState:
             base64.b64encode(bits).decode(),
             [used, len(self.waiting)],
             [self.head[0] - self.first, self.head[1]],
-            [[number - self.first, *_runs(starts)] for number, starts in self.fragments],
+            _to_runs(self.fragments, self.first),
             self.planned,
             self.epoch,
             self.counts,
@@ -94,7 +94,7 @@ class LaneState:
             first=first,
             waiting=bytes(used) + bits.tobytes(),
             head=(first + head[0], head[1]),
-            fragments=tuple((first + number, _starts(starts)) for number, *starts in fragments),
+            fragments=_from_runs(fragments, first),
             planned=planned,
             epoch=tuple(epoch),
             counts=tuple(counts),
@@ -107,25 +107,26 @@ class LaneState:
         return LaneState(Position(epoch, 0, 0, 0), 0, b"", (0, 0), (), 0, (epoch, 0, 0), (0,) * len(COUNTS), False)
 
 
-def _runs(starts: tuple[int, ...]) -> list[int]:
-    """First tokens of fragments rise in equal steps mostly: first, step, how many, for each run of equal steps."""
-    if len(starts) == 1:
-        return [starts[0], 0, 1]
-    step = starts[1] - starts[0]
-    if starts == tuple(range(starts[0], starts[-1] + 1, step)):
-        return [starts[0], step, len(starts)]
+def _to_runs(fragments: Iterable[tuple[int, tuple[int, ...]]], base: int) -> list[int]:
+    """Fragments as (number - base, first token, step, how many), one after the other: most rise in equal steps."""
     runs: list[int] = []
-    for start in starts:
-        if runs and (runs[-1] == 1 or start == runs[-3] + runs[-2] * runs[-1]):
-            runs[-2:] = [start - runs[-3] if runs[-1] == 1 else runs[-2], runs[-1] + 1]
+    for number, starts in fragments:
+        first, many = starts[0], len(starts)
+        step = starts[1] - first if many > 1 else 0
+        if many < 3 or starts == tuple(range(first, starts[-1] + 1, step)):
+            runs += (number - base, first, step, many)
         else:
-            runs += [start, 0, 1]
+            for start in starts:
+                runs += (number - base, start, 0, 1)
     return runs
 
 
-def _starts(runs: Sequence[int]) -> tuple[int, ...]:
-    triples = zip(runs[::3], runs[1::3], runs[2::3], strict=True)
-    return tuple(start + step * place for start, step, many in triples for place in range(many))
+def _from_runs(runs: Sequence[int], base: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    fragments: dict[int, tuple[int, ...]] = {}
+    for number, first, step, many in zip(runs[::4], runs[1::4], runs[2::4], runs[3::4], strict=True):
+        starts = tuple(first + step * place for place in range(many))
+        fragments[base + number] = fragments.get(base + number, ()) + starts
+    return tuple(fragments.items())
 
 
 def check(state: Any, *, stream: Mapping[str, Any]) -> None:
