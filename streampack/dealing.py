@@ -31,6 +31,12 @@ class Deal:
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (self.num_shards, self.lanes, self.seed, self.shuffle)
 
+    def reading_factor(self, processes: int) -> float:
+        """How often the source is read, all in all, by `processes` that share the lanes: those that are left of
+        N % lanes shards are read by each of them."""
+        num_dealt = self.num_shards % self.lanes
+        return (self.num_shards + num_dealt * (min(processes, self.lanes) - 1)) / self.num_shards
+
     def turns(self, *, epoch: int, lane: int) -> list[tuple[int, bool]]:
         """What a lane reads in an epoch, in order: (shard, is it dealt example by example among all lanes)."""
         whole, dealt, dealt_turns = self._epoch(epoch if self.shuffle else 0)

@@ -256,7 +256,8 @@ class Encoder:
         tokenizer = self.tokenizer
         vocabulary = sorted(tokenizer.get_vocab().items()) if hasattr(tokenizer, "get_vocab") else []
         framing = tokenizer("", verbose=False)["input_ids"]
-        digest = hashlib.sha256(repr((vocabulary, framing, self.eos)).encode()).hexdigest()[:16]
+        eos = getattr(tokenizer, "eos_token_id", None)
+        digest = hashlib.sha256(repr((vocabulary, framing, eos)).encode()).hexdigest()[:16]
         return f"{len(vocabulary)} tokens, {digest}"
 
 

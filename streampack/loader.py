@@ -1,5 +1,6 @@
 """PackedLoader: a DataLoader of packed batches whose state covers exactly what it handed out."""
 
+import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -84,6 +85,7 @@ class PackedLoader(DataLoader[Any]):
         self.__dict__.update(batch_size=batch_size)
         self._pin = pin_memory and torch.cuda.is_available()
         self._progress: Progress | None = None
+        self._said = False
         self._last: list[Row] = []
 
     # ---- iteration -----------------------------------------------------------------------------------------------
@@ -124,12 +126,26 @@ class PackedLoader(DataLoader[Any]):
     def _start(self) -> Start:
         """Where the next pass begins. The dataset counts epochs, so its `set_epoch` and loaded state hold here too."""
         rank, world_size = self.packed.resolve_rank()
+        self._say_reading_factor(world_size)
         epoch = self.packed.passes.next_pass(step=self.packed.stream.epochs or 1)
         state = self.packed.take_loaded()
         if epoch is None and state is not None:
             return Start.of(state, rank=rank, world_size=world_size)
         assert epoch is not None
         return self._fresh_start(epoch, rank, world_size)
+
+    def _say_reading_factor(self, world_size: int) -> None:
+        """Say once where every process has to read the same shards (which costs nothing with random access)."""
+        source, processes = self.packed.stream.source, world_size * max(1, self.num_workers)
+        factor = self.packed.stream.deal().reading_factor(processes)
+        if factor >= 2 and getattr(source, "num_examples", None) is None and not self._said:
+            self._said = True
+            warnings.warn(
+                f"source {source.name!r} has {source.num_shards} shards for {self.packed.stream.lanes} lanes, so "
+                f"{processes} processes read all of them, {factor:.3g} times the source in all; more files (or for "
+                "Parquet more row groups, see datasets' reshard()), fewer workers or fewer lanes read less",
+                stacklevel=4,
+            )
 
     def _fresh_start(self, epoch: int, rank: int, world_size: int) -> Start:
         totals = self._progress.counts() if self._progress is not None else dict.fromkeys(COUNTS, 0)

@@ -43,6 +43,10 @@ class Stream:
         opener = self.open_lanes(first_epoch=first_epoch, states=states or {})
         return in_order(host.messages(opener), num_workers=1)
 
+    def deal(self) -> Deal:
+        """Which lane reads what."""
+        return Deal(num_shards=self.source.num_shards, lanes=self.lanes, seed=self.seed, shuffle=self.shuffle)
+
     def identity(self) -> dict[str, Any]:
         """What identifies the stream in a state: a state with anything else here is refused. Plain values."""
         packer = self.packer
@@ -74,9 +78,7 @@ class LaneOpener:
         self.states = states
         columns = stream.encoder.columns if stream.transform is None else None
         self._reader = ShardReader(stream.source, columns=columns)
-        self._deal = Deal(
-            num_shards=stream.source.num_shards, lanes=stream.lanes, seed=stream.seed, shuffle=stream.shuffle
-        )
+        self._deal = stream.deal()
 
     def __call__(self, lane: int) -> Lane:
         stream, packer = self.stream, self.stream.packer

@@ -22,9 +22,13 @@ import streampack
 from streampack import PackedDataset, PackedLoader, StateError, merge_states
 
 from .streams import examples, split_evenly, write_jsonl
+from .tiny_tokenizers import word_tokenizer
 
 # torch warns that this machine has fewer cores than workers; that is the point of some tests.
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+    pytest.mark.filterwarnings("ignore:source .* processes read all of them"),
+]
 
 ROWS = examples(500)
 
@@ -216,6 +220,49 @@ def test_set_epoch_on_a_loaded_state_of_another_epoch_warns() -> None:
     loader.set_epoch(0)
     with pytest.warns(UserWarning, match=r"set_epoch\(4\) does not apply.*epoch 0"):
         loader.set_epoch(4)
+
+
+def test_shards_that_every_process_has_to_read_are_said_once_with_the_factor(tmp_path: Path) -> None:
+    files = write_jsonl(tmp_path, split_evenly(ROWS, 3))
+    data = datasets.load_dataset("json", data_files=files, split="train", streaming=True, cache_dir=str(tmp_path))
+    loader = PackedLoader(packed(data, rank=0, world_size=2), 1, num_workers=2)
+    with pytest.warns(UserWarning, match=r"'test' has 3 shards for 16 lanes, so 4 processes read all .*4 times"):
+        next(iter(loader))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        next(iter(loader))
+        next(iter(PackedLoader(packed(data), 1)))  # one process
+        next(iter(PackedLoader(packed(rank=0, world_size=4), 1)))  # random access
+    assert [str(warning.message) for warning in caught] == []
+
+
+@pytest.mark.parametrize(
+    ("key", "saved", "here"),
+    [
+        ("seq_len", {}, {"seq_len": 128}),
+        ("tokenizer", {}, {"tokenizer": word_tokenizer("a b c")}),
+        ("overlong", {}, {"overlong": "drop"}),
+        ("text_column", {}, {"text_column": "body"}),
+        ("append_eos", {}, {"append_eos": False}),
+        ("source", {}, {"source_name": "other"}),
+    ],
+)
+def test_a_state_of_a_stream_that_encodes_otherwise_is_refused_with_both_values(
+    key: str, saved: dict[str, Any], here: dict[str, Any]
+) -> None:
+    def build(tokenizer: Any = None, **changes: Any) -> PackedDataset:
+        settings = {"seq_len": 64, "source_name": "texts", **changes}
+        return PackedDataset([{"text": "a b"}] * 9, tokenizer or word_tokenizer("a b"), **settings)
+
+    state = PackedLoader(build(**saved), 1).state_dict()
+    other = build(**here)
+    values = state["stream"][key], other.stream.identity()[key]
+    assert values[0] != values[1]
+    pattern = f"cannot resume.*{key}={values[0]!r}.*{key}={values[1]!r}"
+    with pytest.raises(StateError, match=pattern):
+        PackedLoader(other, 1).load_state_dict(state)
+    with pytest.raises(StateError, match=pattern):
+        other.load_state_dict(state)
 
 
 def test_an_endless_stream_works_ahead_by_a_bounded_number_of_rows() -> None:
