@@ -105,12 +105,14 @@ def functions() -> list[str]:
     return found
 
 
-def snippets(count: int) -> list[str]:
-    """`count` short texts: runs of 3 lines of the standard library, from the start again where it is too small."""
+def snippets(count: int, *, size: int = 3) -> list[str]:
+    """`count` short texts: runs of `size` lines of the standard library, from the start again where it is too small."""
     found: list[str] = []
     for text in source_files():
         lines = text.splitlines(keepends=True)
-        found += [piece for start in range(0, len(lines), 3) if (piece := "".join(lines[start : start + 3])).strip()]
+        found += [
+            piece for start in range(0, len(lines), size) if (piece := "".join(lines[start : start + size])).strip()
+        ]
     return [found[place % len(found)] for place in range(count)]
 
 
@@ -140,19 +142,23 @@ def kept(name: str, make) -> str:  # type: ignore[no-untyped-def]
 
 
 def show(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table in Markdown, numbers to the right."""
+    """Print a table in Markdown, columns of figures to the right."""
     cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-    right = [all(cell.strip()[-1:].isdigit() or cell in ("", "-") for cell in column) for column in zip(*cells)]
-    for number, row in enumerate([list(head), *cells]):
-        padded = [
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(row, widths, right, strict=True)
-        ]
-        print("| " + " | ".join(padded) + " |", flush=True)
-        if number == 0:
-            rules = ["-" * (width - 1) + (":" if to_right else "-") for width, to_right in zip(widths, right)]
-            print("| " + " | ".join(rules) + " |")
+    columns = list(zip(head, *cells, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    right = [all(cell[-1:] in (*"0123456789%-", "") for cell in column[1:]) for column in columns]
+    rules = ["-" * (width - at) + ":" * at for width, at in zip(widths, right, strict=True)]
+    for row in [list(head), rules, *cells]:
+        parts = zip(row, widths, right, strict=True)
+        print("| " + " | ".join(cell.rjust(width) if at else cell.ljust(width) for cell, width, at in parts) + " |")
+    print(flush=True)
+
+
+def exit_status(lines: Sequence[Sequence[object]]) -> int:
+    """1 if the last cell of some lines is MISS, after saying how many."""
+    misses = sum(line[-1] == "MISS" for line in lines)
+    print(f"{misses} MISS")
+    return min(1, misses)
 
 
 def show_versions() -> None:

@@ -276,7 +276,7 @@ def train(args: argparse.Namespace, loader: streampack.PackedLoader, model: Any,
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     parallel = DistributedDataParallel(model) if WORLD_SIZE > 1 else model
-    start, tokens = time.monotonic(), 0
+    start, tokens, speed = time.monotonic(), 0, 0.0
     with open_log(args.out, done) as log, tqdm(total=args.steps, initial=done, disable=RANK > 0) as bar:
         for step, batch in zip(range(done + 1, args.steps + 1), loader, strict=False):
             sums = torch.tensor([loader.num_loss_tokens, stop.is_set()], device=model.device)
@@ -290,20 +290,18 @@ def train(args: argparse.Namespace, loader: streampack.PackedLoader, model: Any,
             line = put_together(loss, look_at_rows(batch, loader.provenance, args.seq_len))
             log.write(json.dumps({"step": step, "gradient_norm": norm, **line}) + "\n")
             tokens += sum(map(sum, line["lengths"]))
-            stats = loader.stats
-            bar.set_postfix_str(
-                f"loss {line['loss']:.3f}, {tokens / (time.monotonic() - start):,.0f} tokens/s, "
-                f"fill {stats['fill']:.4f}, epoch {stats['epoch']:.3f}",
-                refresh=False,
-            )
+            speed = tokens / (time.monotonic() - start)
+            told = {"loss": line["loss"], "fill": loader.stats["fill"], "epoch": loader.stats["epoch"]}
+            bar.set_postfix({key: f"{value:.4f}" for key, value in told.items()}, tokens_per_s=f"{speed:,.0f}")
             bar.update()
             if stopping or step == args.steps or step % args.save_every == 0:
                 stream = streampack.merge_states(gather(loader.state_dict()))
                 if RANK == 0:
                     save(args.out, step, model=model.state_dict(), optimizer=optimizer.state_dict(), stream=stream)
             if stopping:
-                bar.write(f"stopped and saved after step {step}; --resume goes on")
                 break
+    if RANK == 0:
+        print(f"{bar.n} of {args.steps} steps done and saved (--resume goes on), {speed:,.0f} tokens/s")
 
 
 def report(args: argparse.Namespace) -> None:
@@ -312,8 +310,8 @@ def report(args: argparse.Namespace) -> None:
         rows = [row for line in file for row in json.loads(line)["lengths"]]
     lengths, size = [length for row in rows for length in row], args.global_batch
     windows = [sorted(lengths[first : first + 50 * size]) for first in range(0, len(lengths), 50 * size)]
-    cells = len(rows) * args.seq_len
-    print(f"packed: {cells:,} cells for {sum(lengths):,} tokens of {len(lengths):,} examples")
+    tokens, cells = sum(lengths), len(rows) * args.seq_len
+    print(f"packed: {cells:,} cells for {tokens:,} tokens of {len(lengths):,} examples, fill {tokens / cells:.4f}")
     for how, order in (("as they come", lengths), ("sorted by length", list(itertools.chain(*windows)))):
         batches = [order[first : first + size] for first in range(0, len(order), size)]
         padded = sum(len(batch) * max(batch) for batch in batches)

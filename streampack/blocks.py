@@ -5,7 +5,7 @@ share is read once while they stay near each other; a lane that falls behind the
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -24,11 +24,14 @@ OPEN_READERS = 64
 
 
 class ShardReader:
-    """Chunks of shards by number, for all lanes of a process. Holds at most CACHE_BYTES and OPEN_READERS readers."""
+    """Chunks of shards by number, for all lanes of a process. Holds at most CACHE_BYTES and OPEN_READERS readers.
 
-    def __init__(self, source: Source, *, columns: list[str] | None) -> None:
+    needed: the columns of a table that are looked at; None: all.
+    """
+
+    def __init__(self, source: Source, *, needed: Callable[[pa.Table], list[str]] | None) -> None:
         self.source = source
-        self.columns = columns
+        self.needed = needed
         self._chunks: OrderedDict[tuple[int, int], tuple[Chunk, int]] = OrderedDict()
         self._bytes = 0
         self._readers: OrderedDict[tuple[int, int], Iterator[Chunk]] = OrderedDict()
@@ -81,7 +84,7 @@ class ShardReader:
                         yield examples
                         examples = []
                     index += len(item)
-                    yield self._select(item)
+                    yield item.select(self.needed(item)) if self.needed else item
                 else:
                     index += 1
                     examples.append(item)
@@ -93,11 +96,6 @@ class ShardReader:
             raise
         if examples:
             yield examples
-
-    def _select(self, table: pa.Table) -> pa.Table:
-        if self.columns is not None and set(self.columns) <= set(table.column_names):
-            return table.select(self.columns)
-        return table
 
 
 class BlockReader:

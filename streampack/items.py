@@ -12,10 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from streampack.blocks import BlockReader
-from streampack.encode import Encoded, Encoder
+from streampack.encode import Encoder
 from streampack.order import permutation
 from streampack.sources import Example
 from streampack.tables import Block, Position
+from streampack.token_ids import Encoded
 
 Transform = Callable[[Example], Example | None]
 _SHUFFLE = 16  # keeps the random streams of blocks apart from those of dealing

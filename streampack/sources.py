@@ -100,11 +100,17 @@ def as_source(data: Any, *, lanes: int, name: str | None = None) -> Source:
         from streampack.huggingface import as_huggingface_source
 
         return as_huggingface_source(data, lanes=lanes, name=name)
-    if isinstance(data, Source) and not hasattr(data, "__getitem__"):
+    if isinstance(data, Source):
         if name is not None and name != data.name:
             raise ValueError(f"source_name={name!r}: this source names itself {data.name!r}; set its .name instead")
+        if data.num_shards < 1:
+            raise ValueError(f"source {data.name!r} has num_shards={data.num_shards}: did its files match nothing?")
         return data
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, str | bytes | Mapping):
+    is_stream = any(kind.__name__ == "IterableDataset" for kind in type(data).__mro__)  # torch's has a __getitem__ too
+    is_sequence = (
+        hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, str | bytes | Mapping)
+    )
+    if is_sequence and not is_stream:
         return SequenceSource(data, name=name)
     raise TypeError(
         f"cannot stream from {type(data).__name__}: pass a datasets.IterableDataset or Dataset, a list or map-style "

@@ -139,13 +139,7 @@ def check(state: Any, *, stream: Mapping[str, Any]) -> None:
     Raises:
         StateError: naming what differs, both values and the remedy.
     """
-    if not isinstance(state, Mapping) or not {"version", "stream", "lanes"} <= set(state):
-        raise StateError(f"not a streampack state: {type(state).__name__}; pass what state_dict() returned")
-    if state["version"] != VERSION:
-        raise StateError(
-            f"cannot resume: the state has format version {state['version']}, this streampack reads version {VERSION}; "
-            "resume with the streampack that saved it, or start without the state"
-        )
+    _check_format(state)
     saved = state["stream"]
     for key in [*saved, *(key for key in stream if key not in saved)]:
         if saved.get(key) != stream.get(key):
@@ -153,6 +147,16 @@ def check(state: Any, *, stream: Mapping[str, Any]) -> None:
                 f"cannot resume: the state was saved with {key}={saved.get(key)!r}, this stream has "
                 f"{key}={stream.get(key)!r}; make them equal, or start without the state"
             )
+
+
+def _check_format(state: Any) -> None:
+    if not isinstance(state, Mapping) or not {"version", "stream", "lanes"} <= set(state):
+        raise StateError(f"not a streampack state: {type(state).__name__}; pass what state_dict() returned")
+    if state["version"] != VERSION:
+        raise StateError(
+            f"cannot resume: the state has format version {state['version']}, this streampack reads version {VERSION}; "
+            "resume with the streampack that saved it, or start without the state"
+        )
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -163,10 +167,19 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     if not states:
         raise StateError("merge_states got no states; pass the state_dict() of every rank")
-    world = states[0]["world_size"]
+    for state in states:
+        _check_format(state)
+        if state["worker"][1] > 1:
+            raise StateError(
+                f"merge_states got the state of worker {state['worker'][0]} of {state['worker'][1]} alone; use "
+                "PackedLoader, whose states cover all workers"
+            )
+    worlds = sorted({state["world_size"] for state in states})
     ranks = sorted(state["rank"] for state in states)
-    if any(state["world_size"] != world for state in states) or ranks != list(range(world)):
-        raise StateError(f"merge_states got the ranks {ranks} of world_size={world}; pass each rank's state once")
+    if len(worlds) > 1:
+        raise StateError(f"the states are of runs with world_size={worlds[0]} and world_size={worlds[1]}")
+    if ranks != list(range(worlds[0])):
+        raise StateError(f"merge_states got the ranks {ranks} of world_size={worlds[0]}; pass each rank's state once")
     merged = {**states[0], "rank": 0, "world_size": 1, "lanes": {}}
     for state in states:
         check(state, stream=merged["stream"])

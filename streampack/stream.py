@@ -76,8 +76,8 @@ class LaneOpener:
         self.stream = stream
         self.first_epoch = first_epoch
         self.states = states
-        columns = stream.encoder.columns if stream.transform is None else None
-        self._reader = ShardReader(stream.source, columns=columns)
+        needed = stream.encoder.needed if stream.transform is None else None
+        self._reader = ShardReader(stream.source, needed=needed)
         self._deal = stream.deal()
 
     def __call__(self, lane: int) -> Lane:

@@ -65,11 +65,15 @@ class Block:
             return list(self.data.column_names)
         return list(self.data[0]) if self.data else []
 
-    def list_columns(self) -> list[str]:
-        """The columns that hold a list for each example."""
-        if isinstance(self.data, pa.Table):
-            return [field.name for field in self.data.schema if _is_list(field.type)]
-        return [name for name, value in self.data[0].items() if hasattr(value, "__len__") and not _is_text(value)]
+    def holds_numbers(self, name: str) -> bool:
+        """Whether a column of a table holds single values, not lists (or nothing but nulls)."""
+        assert isinstance(self.data, pa.Table)
+        kind = self.data.schema.field(name).type
+        return not (_is_list(kind) or pa.types.is_null(kind))
+
+    def value(self, pick: int, name: str) -> Any:
+        """One value of an example that is a dict, as `Column.array` gives it."""
+        return _as_array(self.data[pick][name])
 
     def column(self, name: str, *, hint: str = "") -> "Column":
         """A column by name.
@@ -109,6 +113,14 @@ class Column:
         values = self._lists[0]
         return values.dtype == np.int32 and (not len(values) or int(values.min()) >= 0)
 
+    @property
+    def is_all_ones(self) -> bool:
+        """All values are lists of ones (or true), as attention masks without padding are."""
+        if self._lists is None:
+            return False
+        values = self._lists[0]
+        return values.dtype.kind in "iub" and bool((values == 1).all())
+
     def take(self, picks: Sequence[int]) -> list[Any]:
         """The picked values as Python objects."""
         if isinstance(self._values, list):
@@ -120,20 +132,32 @@ class Column:
         """One value as a NumPy array where it is a list of numbers (list, array, CPU tensor), else as it is."""
         if self._lists is not None:
             values, offsets, valid = self._lists
-            return values[offsets[pick] : offsets[pick + 1]] if valid[pick] else None
-        value = self._values[pick] if isinstance(self._values, list) else self._values[pick].as_py()
-        if value is None or _is_text(value):
-            return value
-        try:
-            return np.asarray(value)
-        except ValueError:  # ragged: the caller says what is wrong with it
-            return value
+            if not valid[pick]:
+                return None
+            piece = values[offsets[pick] : offsets[pick + 1]]
+            return piece if piece.dtype != object else _as_array(piece.tolist())
+        return _as_array(self._values[pick] if isinstance(self._values, list) else self._values[pick].as_py())
+
+
+def list_columns(table: pa.Table) -> list[str]:
+    """The columns of a table that hold a list for each example."""
+    return [field.name for field in table.schema if _is_list(field.type)]
+
+
+def is_list_like(value: Any) -> bool:
+    """Whether a value of an example that is a dict is a list, array or tensor."""
+    return hasattr(value, "__len__") and not _is_text(value)
 
 
 def concatenate(chunks: Sequence[Chunk]) -> Chunk:
     """Chunks one after the other. Columns that some chunks lack, or hold as null, become null there."""
+    if len(chunks) == 1:
+        return chunks[0]
     if all(isinstance(chunk, pa.Table) for chunk in chunks):
-        return chunks[0] if len(chunks) == 1 else pa.concat_tables(chunks, promote_options="permissive")
+        try:
+            return pa.concat_tables(chunks, promote_options="permissive")
+        except (pa.ArrowInvalid, pa.ArrowTypeError):  # a column has another type in each: only dicts can hold that
+            pass
     return [row for chunk in chunks for row in (chunk.to_pylist() if isinstance(chunk, pa.Table) else chunk)]
 
 
@@ -158,6 +182,16 @@ def sizes(chunk: Chunk) -> IntArray:
         elif pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
             total += pc.fill_null(pc.binary_length(column), 0).to_numpy()
     return total
+
+
+def _as_array(value: Any) -> Any:
+    """A list of numbers, an array or a CPU tensor as an array; anything else as it is, for the caller to refuse."""
+    if value is None or _is_text(value):
+        return value
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError, RuntimeError, OverflowError):  # ragged, or a tensor that NumPy cannot take
+        return value
 
 
 def _size(value: Any) -> int:

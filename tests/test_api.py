@@ -1,0 +1,80 @@
+import inspect
+import re
+import types
+
+import pytest
+
+import streampack
+
+
+def test_all_is_sorted_and_complete():
+    public = {
+        name
+        for name, value in vars(streampack).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
+    assert streampack.__all__ == sorted(public)
+
+
+def test_these_are_the_names_of_the_library():
+    assert streampack.__all__ == [
+        "Collator",
+        "FunctionSource",
+        "PackedDataset",
+        "PackedLoader",
+        "PackedRow",
+        "SequenceSource",
+        "Source",
+        "StateError",
+        "merge_states",
+    ]
+
+
+@pytest.mark.parametrize("name", streampack.__all__)
+def test_a_public_name_says_what_it_is(name):
+    documentation = vars(getattr(streampack, name)).get("__doc__") or getattr(streampack, name).__doc__
+    inherited = [base.__doc__ for base in getattr(getattr(streampack, name), "__mro__", [])[1:]]
+    assert documentation
+    assert documentation not in inherited
+
+
+@pytest.mark.parametrize("owner", ["PackedDataset", "PackedLoader", "Source"])
+def test_a_public_method_says_what_it_does(owner):
+    own = {name: value for name, value in vars(getattr(streampack, owner)).items() if not name.startswith("_")}
+    documented = {name for name, value in own.items() if inspect.getdoc(value)}
+    assert documented
+    assert documented == {name for name, value in own.items() if callable(value) or isinstance(value, property)}
+
+
+@pytest.mark.parametrize(
+    ("name", "positional"),
+    [
+        ("Collator", ["layout"]),
+        ("FunctionSource", ["function"]),
+        ("PackedDataset", ["source", "tokenizer"]),
+        ("PackedLoader", ["dataset", "batch_size"]),
+        ("SequenceSource", ["sequence"]),
+        ("merge_states", ["states"]),
+    ],
+)
+def test_settings_are_passed_by_name(name, positional):
+    parameters = inspect.signature(getattr(streampack, name)).parameters.values()
+    assert [one.name for one in parameters if one.kind is not one.KEYWORD_ONLY] == positional
+
+
+@pytest.mark.parametrize("name", ["Collator", "FunctionSource", "PackedDataset", "PackedLoader", "SequenceSource"])
+def test_each_argument_of_a_public_class_is_explained(name):
+    parameters = inspect.signature(getattr(streampack, name)).parameters
+    assert parameters
+    if name != "SequenceSource":  # its one argument is what its first line says
+        documentation = getattr(streampack, name).__doc__
+        assert [one for one in parameters if not re.search(rf"\b{one}\b[^:]*:", documentation)] == []
+
+
+def test_a_misspelt_argument_is_refused():
+    with pytest.raises(TypeError, match="seqlen"):
+        streampack.PackedDataset([{"input_ids": [1, 2]}], seqlen=8)
+
+
+def test_the_version_is_a_version():
+    assert re.fullmatch(r"\d+\.\d+\.\d+", streampack.__version__)
