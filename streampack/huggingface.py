@@ -4,6 +4,7 @@ Shuffling, splitting over ranks and epochs happen in streampack, so a dataset th
 refused; `map` and `filter` are fine.
 """
 
+import hashlib
 import os
 import warnings
 from collections.abc import Iterator
@@ -17,6 +18,9 @@ from streampack.sources import Example, Source
 BATCH = 256
 """Examples asked of `datasets` at a time. Batches are about 10 times faster than single examples, and, unlike single
 ones, are not split again inside a DataLoader worker."""
+
+
+_OF_WHOLE_STREAMS = ("Take", "Skip", "Cycling", "RandomlyCycling")
 
 
 def as_huggingface_source(data: Any, *, lanes: int, name: str | None) -> Source:
@@ -35,23 +39,29 @@ def as_huggingface_source(data: Any, *, lanes: int, name: str | None) -> Source:
 
 
 class StreamSource:
-    """A `datasets.IterableDataset`. A Parquet stream with fewer shards than lanes is cut into row groups."""
+    """A `datasets.IterableDataset`. A Parquet stream with fewer shards than lanes is cut into row groups.
+
+    `take`, `skip` and `interleave_datasets` mean something for the whole stream: sharded, `take(1000)` would take
+    others than it does by itself (and overlap with `skip(1000)`). Such a stream is read as one shard.
+    """
 
     def __init__(self, stream: Any, *, lanes: int, name: str | None) -> None:
         _refuse_shuffled_or_split(stream)
-        if stream.num_shards < lanes and hasattr(stream, "reshard"):
+        self.is_whole = any(type(node).__name__.startswith(_OF_WHOLE_STREAMS) for node in _nodes(stream._ex_iterable))
+        if not self.is_whole and stream.num_shards < lanes and hasattr(stream, "reshard"):
             # Only Parquet gains by it: each row group can be sought alone. Others return the same shards.
             stream = stream.reshard()
-        self.num_shards = int(stream.num_shards)
+        self.num_shards = 1 if self.is_whole else int(stream.num_shards)
         files = _files(stream)
-        self.shard_files = files if len(files) == self.num_shards else None
+        labels = _shard_labels(stream, files)
+        self.shard_labels = labels if len(labels) == self.num_shards else None
         self.name = name or _stream_name(stream, files, self.num_shards)
         self.num_examples = None
         arrow = getattr(stream._ex_iterable, "iter_arrow", None) is not None
         self.stream = stream.with_format("arrow" if arrow else None)
 
     def read(self, shard: int, start: int) -> Iterator[Example | pa.Table]:
-        stream = self.stream.shard(num_shards=self.num_shards, index=shard)
+        stream = self.stream if self.is_whole else self.stream.shard(num_shards=self.num_shards, index=shard)
         if start:
             stream = stream.skip(start)
         for batch in stream.iter(batch_size=BATCH):
@@ -61,7 +71,7 @@ class StreamSource:
                 yield from (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
 
     def locate(self, shard: int, index: int) -> tuple[int | str, int]:
-        return (self.shard_files[shard] if self.shard_files else shard), index
+        return (self.shard_labels[shard] if self.shard_labels else shard), index
 
 
 class TableSource:
@@ -74,7 +84,8 @@ class TableSource:
         self.num_shards = max(1, -(-self.num_examples // self.RUN))
         self.name = name or _table_name(table)
         # A user's own formatting function (set_transform) decides what an example is; else Arrow is the fast way.
-        self.table = table if table.format["type"] == "custom" else table.with_format("arrow")
+        columns = table.format["columns"]
+        self.table = table if table.format["type"] == "custom" else table.with_format("arrow", columns=columns)
 
     def read(self, shard: int, start: int) -> Iterator[Example | pa.Table]:
         first, last = shard * self.RUN + start, min((shard + 1) * self.RUN, self.num_examples)
@@ -121,6 +132,18 @@ def _files(stream: Any) -> list[str]:
     return []
 
 
+def _shard_labels(stream: Any, files: list[str]) -> list[str]:
+    """A name for each shard: its file, and of a Parquet file that was cut, the row group."""
+    for node in _nodes(stream._ex_iterable):
+        groups = (getattr(node, "kwargs", None) or {}).get("row_groups_list")
+        if isinstance(groups, list) and len(groups) == len(files):
+            return [
+                file if group is None else f"{file} row group {', '.join(map(str, group))}"
+                for file, group in zip(files, groups, strict=True)
+            ]
+    return files
+
+
 def _stream_name(stream: Any, files: list[str], num_shards: int) -> str:
     if not files:
         warnings.warn(
@@ -144,6 +167,14 @@ def _describe_files(files: list[str]) -> str:
 
 
 def _table_name(table: Any) -> str:
+    """Files, and what tells a selection or another order of the same files apart: its indices and outermost rows."""
     files = [cache["filename"] for cache in table.cache_files]
     names = " ".join(f"{os.path.basename(file)}:{os.path.getsize(file)}" for file in files if os.path.exists(file))
-    return f"{names or 'table'} with {len(table)} examples of {', '.join(table.column_names)}"
+    digest = hashlib.sha256()
+    if table._indices is not None:
+        digest.update(table._indices.column(0).to_numpy().tobytes())
+    if len(table):
+        plain = table.with_format("arrow")
+        digest.update(repr((plain[:1].to_pylist(), plain[len(table) - 1 :].to_pylist())).encode(errors="replace"))
+    columns = ", ".join(table.column_names)
+    return f"{names or 'table'} with {len(table)} examples of {columns} ({digest.hexdigest()[:12]})"

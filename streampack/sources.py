@@ -96,7 +96,7 @@ def as_source(data: Any, *, lanes: int, name: str | None = None) -> Source:
     Raises:
         TypeError: for anything else, with what to do about it.
     """
-    if type(data).__module__.partition(".")[0] == "datasets":
+    if any(kind.__module__.partition(".")[0] == "datasets" for kind in type(data).__mro__):
         from streampack.huggingface import as_huggingface_source
 
         return as_huggingface_source(data, lanes=lanes, name=name)
