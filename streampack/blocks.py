@@ -141,9 +141,9 @@ class BlockReader:
         )
 
     def _read(self, start: Position) -> "Iterator[_Piece]":
-        turns = self.deal.turns(epoch=start.epoch, lane=self.lane)
-        for turn in range(start.turn, len(turns)):
-            shard, dealt = turns[turn]
+        shards, are_dealt = self.deal.turns(epoch=start.epoch, lane=self.lane)
+        for turn in range(start.turn, len(shards)):
+            shard, dealt = int(shards[turn]), bool(are_dealt[turn])
             index = start.index if turn == start.turn else 0
             first = index * self.deal.lanes if dealt else index
             number = first // CHUNK

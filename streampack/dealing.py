@@ -9,8 +9,11 @@ left are dealt example by example: of each `lanes` consecutive examples every la
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
 from streampack.order import IntArray, permutation, permutations
+
+BoolArray = npt.NDArray[np.bool_]
 
 _DEALT, _WHOLE, _ORDER, _GROUPS = range(4)  # keep the random streams of different decisions apart
 _GROUPS_PER_DRAW = 64
@@ -37,18 +40,17 @@ class Deal:
         num_dealt = self.num_shards % self.lanes
         return (self.num_shards + num_dealt * (min(processes, self.lanes) - 1)) / self.num_shards
 
-    def turns(self, *, epoch: int, lane: int) -> list[tuple[int, bool]]:
-        """What a lane reads in an epoch, in order: (shard, is it dealt example by example among all lanes)."""
+    def turns(self, *, epoch: int, lane: int) -> tuple[IntArray, BoolArray]:
+        """What a lane reads in an epoch, in order: (shards, are they dealt example by example among all lanes), [n]."""
         whole, dealt, dealt_turns = self._epoch(epoch if self.shuffle else 0)
         mine = whole[:, lane]
         if self.shuffle:
             mine = mine[permutation(len(mine), self.seed, _ORDER, epoch, lane)]
-        turns: list[tuple[int, bool]] = [(0, False)] * (len(mine) + len(dealt))
-        rest = iter(mine.tolist())
-        place = dict(zip(dealt_turns.tolist(), dealt.tolist(), strict=True))
-        for turn in range(len(turns)):
-            turns[turn] = (place[turn], True) if turn in place else (next(rest), False)
-        return turns
+        is_dealt = np.zeros(len(mine) + len(dealt), dtype=bool)
+        is_dealt[dealt_turns] = True
+        shards = np.empty(len(is_dealt), dtype=np.int64)
+        shards[dealt_turns], shards[~is_dealt] = dealt, mine
+        return shards, is_dealt
 
     def dealt_indices(self, *, epoch: int, shard: int, lane: int, groups: range) -> IntArray:
         """The index in a dealt shard that a lane gets of each group of `lanes` consecutive examples, int64 [groups]."""

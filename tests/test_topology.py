@@ -1,4 +1,4 @@
-"""One row sequence, whoever hosts the lanes; every example exactly once per epoch. The torch-free core, in one process."""
+"""One row sequence, whoever hosts the lanes; every example once per epoch. The torch-free core, in one process."""
 
 from collections.abc import Callable
 from pathlib import Path
