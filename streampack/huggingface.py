@@ -111,6 +111,14 @@ def _refuse_shuffled_or_split(stream: Any) -> None:
             "this dataset was shuffled: its buffer is lost when a run resumes and its order changes with the workers; "
             "pass the dataset as it was before .shuffle(), and PackedDataset(..., shuffle=True, seed=...)"
         )
+    for node in _nodes(stream._ex_iterable):
+        generator = getattr(node, "generator", None)
+        # NumPy draws 128 bits of entropy for a generator without a seed.
+        if generator is not None and (generator.bit_generator.seed_seq.entropy or 0) >= 1 << 64:
+            raise ValueError(
+                "this dataset interleaves others at random without a seed: it has another order each time it is "
+                "built, so a resumed run would not go on with it; pass seed=... to interleave_datasets"
+            )
 
 
 def _nodes(node: Any) -> Iterator[Any]:
@@ -152,7 +160,12 @@ def _stream_name(stream: Any, files: list[str], num_shards: int) -> str:
             stacklevel=6,
         )
         return f"stream of {num_shards} shards"
-    return f"{_describe_files(files)} ({num_shards} shards)"
+    parts = [
+        f"{type(node).__name__.removesuffix('ExamplesIterable').lower()} {node.n}"
+        for node in _nodes(stream._ex_iterable)
+        if type(node).__name__.startswith(("Take", "Skip"))
+    ]
+    return f"{_describe_files(files)} ({', '.join([f'{num_shards} shards', *parts])})"
 
 
 def _describe_files(files: list[str]) -> str:

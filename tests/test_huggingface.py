@@ -220,6 +220,27 @@ def test_a_part_of_a_stream_holds_the_examples_that_it_gives_by_itself(tmp_path,
     assert Counter(flat(read_all(as_source(stream, lanes=lanes, name="mine")))) == Counter(by_itself)
 
 
+def test_streams_that_are_interleaved_at_random_need_a_seed(tmp_path):
+    stream = stream_jsonl(tmp_path, 5, 3)
+    seeded = datasets.interleave_datasets([stream, stream.map(upper)], probabilities=[0.3, 0.7], seed=3)
+    assert flat(read_all(as_source(seeded, lanes=1, name="mine"))) == [example["text"] for example in seeded]
+    unseeded = datasets.interleave_datasets([stream, stream.map(upper)], probabilities=[0.3, 0.7])
+    with pytest.raises(ValueError, match=r"at random without a seed.*pass seed=\.\.\. to interleave_datasets"):
+        as_source(unseeded, lanes=1, name="mine")
+
+
+def test_parts_of_a_stream_have_names_of_their_own(tmp_path):
+    stream = stream_jsonl(tmp_path, 5)
+    parts = [stream, stream.take(2), stream.take(3), stream.skip(2), stream.skip(1).take(2)]
+    assert [as_source(part, lanes=1).name for part in parts] == [
+        "0.jsonl:145 (1 shards)",
+        "0.jsonl:145 (1 shards, take 2)",
+        "0.jsonl:145 (1 shards, take 3)",
+        "0.jsonl:145 (1 shards, skip 2)",
+        "0.jsonl:145 (1 shards, take 2, skip 1)",
+    ]
+
+
 def test_interleaved_streams_hold_the_examples_that_they_give_by_themselves(tmp_path):
     stream = stream_jsonl(tmp_path, 5, 3)
     mixture = datasets.interleave_datasets([stream, stream.map(upper)])
