@@ -97,6 +97,10 @@ def pack(path: str, *, most: int = TEXTS) -> tuple[float, float]:
     return tokens / (time.perf_counter() - begin), tokens / (time.process_time() - cpu)
 
 
+def spread_of(values: np.ndarray) -> str:
+    return f"{values.min():.2f} .. {values.max():.2f}"
+
+
 def text_to_batches() -> list[list[object]]:
     path = texts_in_parquet()
     tokenizer()  # trained here once, not in each process
@@ -118,9 +122,19 @@ def text_to_batches() -> list[list[object]]:
     def line(label: str, base: str, wanted: float | None) -> list[object]:
         ours, theirs = np.array(speeds[label, pack]), np.array(speeds[base, tokenize])
         ratio, cpu = np.median(ours / theirs, axis=0)
+        spread = spread_of((ours / theirs)[:, 0])
         verdict = "-" if wanted is None else "ok" if ratio >= wanted else "MISS"
         figures = [f"{np.median(those[:, 0]) / 1e6:.3f}" for those in (ours, theirs)]
-        return [f"loader, {label}", f"tokenize, {base}", *figures, f"{ratio:.2f}", f"{cpu:.2f}", wanted or "-", verdict]
+        return [
+            f"loader, {label}",
+            f"tokenize, {base}",
+            *figures,
+            f"{ratio:.2f}",
+            spread,
+            f"{cpu:.2f}",
+            wanted or "-",
+            verdict,
+        ]
 
     return [
         line("one thread", "one thread", 0.95),
@@ -180,17 +194,19 @@ def ids_to_batches() -> list[list[object]]:
             speeds[name].append(run())
     middle = {name: np.median(values, axis=0) for name, values in speeds.items()}
     pairs = zip(speeds["one worker"], speeds["plain DataLoader"], strict=True)
-    times = float(np.median([ours / plain for (ours, _), (plain, _) in pairs]))
+    ratios = np.array([ours / plain for (ours, _), (plain, _) in pairs])
+    times = float(np.median(ratios))
     verdicts = {
         "no workers": ("20 Mtoken/s", middle["no workers"][0] >= 20e6),
-        "one worker": (f"10 times plain; is {times:.1f}", times >= 10),
+        "one worker": (f"10 times plain; is {times:.1f} ({spread_of(ratios)})", times >= 10),
     }
     lines: list[list[object]] = []
     for name, (wall, cpu) in middle.items():
         wanted, fine = verdicts.get(name, ("-", None))
         verdict = "-" if fine is None else "ok" if fine else "MISS"
         share = f"{wall / middle['np.copy'][0]:.2%}"
-        lines.append([name, f"{wall / 1e6:.1f}", f"{cpu / 1e6:.1f}", share, wanted, verdict])
+        spread = spread_of(np.array(speeds[name])[:, 0] / 1e6)
+        lines.append([name, f"{wall / 1e6:.1f}", spread, f"{cpu / 1e6:.1f}", share, wanted, verdict])
     return lines
 
 
@@ -198,10 +214,10 @@ def main() -> int:
     show_versions()
     text = text_to_batches()
     print("Text, Mtoken/s (medians of rounds in turns; ratio: median over the rounds):\n")
-    show(["ours", "against", "ours", "theirs", "ratio", "CPU", "wanted", "verdict"], text)
+    show(["ours", "against", "ours", "theirs", "ratio", "least .. most", "CPU", "wanted", "verdict"], text)
     print("Token ids, Mtoken/s (medians of rounds in turns):\n")
     ids = ids_to_batches()
-    show(["loader", "Mtoken/s", "CPU", "share of copy", "wanted", "verdict"], ids)
+    show(["loader", "Mtoken/s", "least .. most", "CPU", "share of copy", "wanted", "verdict"], ids)
     return exit_status([*text, *ids])
 
 
