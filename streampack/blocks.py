@@ -21,6 +21,8 @@ BLOCK_BYTES = 8 << 20
 """A block ends at this size, whatever its number of examples (part of the stream's identity, like shuffle_block)."""
 CACHE_BYTES = 64 << 20
 OPEN_READERS = 64
+MIN_DEALT = 64
+"""Of a shard that is dealt example by example a block holds shuffle_block / lanes examples, but at least so many."""
 
 
 class ShardReader:
@@ -106,6 +108,7 @@ class BlockReader:
         self.deal = deal
         self.lane = lane
         self.size = size
+        self.group_reach = max(1, min(deal.lanes, size // MIN_DEALT))
 
     def epoch(self, start: Position) -> Iterator[Block]:
         """The blocks from `start`, which must be the start of a block, to the end of its epoch."""
@@ -123,12 +126,17 @@ class BlockReader:
             yield self._block(start, held)
 
     def _add(self, held: "list[_Piece]", piece: "_Piece") -> "tuple[_Piece | None, bool]":
-        """Add what fits of a piece to the examples held; return what is left of it and whether the block is full."""
-        count, used = sum(len(one.indices) for one in held), sum(int(one.sizes.sum()) for one in held)
+        """Add what fits of a piece to the examples held; return what is left of it and whether the block is full.
+
+        A dealt example stands for the others of its group, which other lanes get: so a block reaches about equally far
+        in the source, and to resume in it costs the same.
+        """
+        count, used = sum(one.reach for one in held), sum(int(one.sizes.sum()) for one in held)
         ends = used + np.cumsum(piece.sizes)
-        fits = min(self.size - count, int(np.searchsorted(ends, BLOCK_BYTES)) + 1, len(piece.indices))
+        room = max(1, (self.size - count) // piece.reach_of_each)
+        fits = min(room, int(np.searchsorted(ends, BLOCK_BYTES)) + 1, len(piece.indices))
         held.append(piece.cut(0, fits))
-        full = count + fits == self.size or int(ends[fits - 1]) >= BLOCK_BYTES
+        full = count + held[-1].reach + piece.reach_of_each > self.size or int(ends[fits - 1]) >= BLOCK_BYTES
         return (piece.cut(fits, len(piece.indices)) if fits < len(piece.indices) else None), full
 
     def _block(self, start: Position, held: "list[_Piece]") -> Block:
@@ -152,7 +160,7 @@ class BlockReader:
                 indices, nexts = self._mine(start.epoch, shard, dealt, number, index, len(chunk))
                 if len(indices):
                     mine = take(chunk, indices - number * CHUNK)
-                    yield _Piece(shard, turn, indices, nexts, mine, sizes(mine))
+                    yield _Piece(shard, turn, indices, nexts, mine, sizes(mine), self.group_reach if dealt else 1)
                 if len(chunk) < CHUNK:
                     break
                 number += 1
@@ -177,10 +185,17 @@ class BlockReader:
 class _Piece:
     """A lane's examples of one chunk."""
 
-    __slots__ = ("chunk", "indices", "nexts", "shard", "sizes", "turn")
+    __slots__ = ("chunk", "indices", "nexts", "reach_of_each", "shard", "sizes", "turn")
 
     def __init__(
-        self, shard: int, turn: int, indices: IntArray, nexts: IntArray, chunk: Chunk, sizes: IntArray
+        self,
+        shard: int,
+        turn: int,
+        indices: IntArray,
+        nexts: IntArray,
+        chunk: Chunk,
+        sizes: IntArray,
+        reach_of_each: int,
     ) -> None:
         self.shard = shard
         self.turn = turn
@@ -188,6 +203,11 @@ class _Piece:
         self.nexts = nexts
         self.chunk = chunk
         self.sizes = sizes
+        self.reach_of_each = reach_of_each
+
+    @property
+    def reach(self) -> int:
+        return len(self.indices) * self.reach_of_each
 
     @property
     def next_index(self) -> int:
@@ -197,7 +217,15 @@ class _Piece:
         if (first, last) == (0, len(self.indices)):
             return self
         part = slice(first, last)
-        return _Piece(self.shard, self.turn, self.indices[part], self.nexts[part], self.chunk[part], self.sizes[part])
+        return _Piece(
+            self.shard,
+            self.turn,
+            self.indices[part],
+            self.nexts[part],
+            self.chunk[part],
+            self.sizes[part],
+            self.reach_of_each,
+        )
 
 
 def _add_place(error: Exception, place: str) -> None:

@@ -38,7 +38,7 @@ class PackedDataset(IterableDataset[PackedRow]):
             set: each lane ends with a part-filled row.
         buffer_size: examples that wait in each lane to be packed, at least; identity.
         shuffle: order of shards, and of examples within blocks of a lane, new in each epoch; False keeps the order.
-        shuffle_block: examples in a block.
+        shuffle_block: examples of the source in a block (of a shard that all lanes share, those of all together).
         seed: of all orders, an integer >= 0.
         epochs: epochs in a pass; None: an endless stream.
         overlong: examples of more than `max_example_len` tokens: "split" into fragments, "truncate" (keep the first
