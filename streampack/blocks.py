@@ -1,7 +1,7 @@
 """Reading: a lane's share of the source as blocks of consecutive examples, the unit of shuffling and of seeking.
 
-Shards are read in chunks of CHUNK examples at fixed places, so that a chunk of a shard that several lanes of a process
-share is read once while they stay near each other; a lane that falls behind the cache gets a reader of its own.
+A shard that all lanes share is read in chunks of CHUNK examples at fixed places, so that a chunk is read once for the
+lanes of a process while they stay near each other; a lane that falls behind the cache gets a reader of its own.
 """
 
 from collections import OrderedDict
@@ -14,11 +14,12 @@ import pyarrow as pa
 from streampack.dealing import Deal
 from streampack.order import IntArray
 from streampack.sources import Source, where
-from streampack.tables import Block, Chunk, Position, concatenate, sizes, take
+from streampack.tables import Block, Chunk, Position, concatenate, size_of, sizes, take
 
 CHUNK = 256
 BLOCK_BYTES = 8 << 20
 """A block ends at this size, whatever its number of examples (part of the stream's identity, like shuffle_block)."""
+PIECE_BYTES = 1 << 20
 CACHE_BYTES = 64 << 20
 OPEN_READERS = 64
 MIN_DEALT = 64
@@ -36,10 +37,13 @@ class ShardReader:
         self.needed = needed
         self._chunks: OrderedDict[tuple[int, int], tuple[Chunk, int]] = OrderedDict()
         self._bytes = 0
-        self._readers: OrderedDict[tuple[int, int], Iterator[Chunk]] = OrderedDict()
+        self._readers: OrderedDict[tuple[int, int], Iterator[Chunk]] = (
+            OrderedDict()
+        )  # of shared chunks, by the next one
+        self._open: OrderedDict[tuple[int, int], Iterator[Chunk]] = OrderedDict()  # of pieces, by the next index
 
-    def chunk(self, shard: int, number: int, *, shared: bool) -> Chunk:
-        """Examples number * CHUNK ... of a shard; fewer than CHUNK at its end, none after it."""
+    def chunk(self, shard: int, number: int) -> Chunk:
+        """Examples number * CHUNK ... of a shard that lanes share; fewer than CHUNK at its end, none after it."""
         key = shard, number
         if key in self._chunks:
             self._chunks.move_to_end(key)
@@ -47,12 +51,24 @@ class ShardReader:
         reader = self._readers.pop(key, None) or self._read(shard, number)
         chunk = next(reader, [])
         if len(chunk) == CHUNK:
-            self._readers[shard, number + 1] = reader
-            if len(self._readers) > OPEN_READERS:
-                self._readers.popitem(last=False)
-        if shared:
-            self._keep(key, chunk)
+            self._remember(self._readers, (shard, number + 1), reader)
+        self._keep(key, chunk)
         return chunk
+
+    def piece(self, shard: int, index: int) -> Chunk:
+        """Some examples of a shard from `index` on: at most CHUNK, or about PIECE_BYTES; none at its end."""
+        reader = self._open.pop((shard, index), None) or self._pieces(shard, index)
+        piece = next(reader, [])
+        if len(piece):
+            self._remember(self._open, (shard, index + len(piece)), reader)
+        return piece
+
+    def _remember(
+        self, readers: "OrderedDict[tuple[int, int], Iterator[Chunk]]", at: tuple[int, int], reader: Iterator[Chunk]
+    ) -> None:
+        readers[at] = reader
+        if len(readers) > OPEN_READERS:
+            readers.popitem(last=False)
 
     def _keep(self, key: tuple[int, int], chunk: Chunk) -> None:
         size = int(sizes(chunk).sum())
@@ -79,20 +95,23 @@ class ShardReader:
     def _pieces(self, shard: int, start: int) -> Iterator[Chunk]:
         index = start
         examples: list[Any] = []
+        size = 0
         try:
             for item in self.source.read(shard, start):
                 if isinstance(item, pa.Table):
                     if examples:
                         yield examples
-                        examples = []
+                        examples, size = [], 0
                     index += len(item)
-                    yield item.select(self.needed(item)) if self.needed else item
+                    table = item.select(self.needed(item)) if self.needed else item
+                    yield from (table[first : first + CHUNK] for first in range(0, len(table), CHUNK))
                 else:
                     index += 1
                     examples.append(item)
-                    if len(examples) == CHUNK:
+                    size += size_of(item)
+                    if len(examples) == CHUNK or size >= PIECE_BYTES:
                         yield examples
-                        examples = []
+                        examples, size = [], 0
         except Exception as error:
             _add_place(error, f"while reading {where(self.source, shard, index)}")
             raise
@@ -153,28 +172,30 @@ class BlockReader:
         for turn in range(start.turn, len(shards)):
             shard, dealt = int(shards[turn]), bool(are_dealt[turn])
             index = start.index if turn == start.turn else 0
-            first = index * self.deal.lanes if dealt else index
-            number = first // CHUNK
-            while True:
-                chunk = self.reader.chunk(shard, number, shared=dealt)
-                indices, nexts = self._mine(start.epoch, shard, dealt, number, index, len(chunk))
-                if len(indices):
-                    mine = take(chunk, indices - number * CHUNK)
-                    yield _Piece(shard, turn, indices, nexts, mine, sizes(mine), self.group_reach if dealt else 1)
-                if len(chunk) < CHUNK:
-                    break
-                number += 1
+            if dealt:
+                yield from self._read_dealt(start.epoch, shard, turn, index)
+                continue
+            while len(mine := self.reader.piece(shard, index)):
+                indices = np.arange(index, index + len(mine))
+                yield _Piece(shard, turn, indices, indices + 1, mine, sizes(mine), 1)
+                index += len(mine)
 
-    def _mine(
-        self, epoch: int, shard: int, dealt: bool, number: int, index: int, length: int
-    ) -> tuple[IntArray, IntArray]:
-        """(indices of this lane's examples in a chunk, the position after each), from `index` on."""
-        low, high = number * CHUNK, number * CHUNK + length
-        if not dealt:
-            indices = np.arange(max(low, index), high)
-            return indices, indices + 1
-        lanes = self.deal.lanes
-        groups = range(max(low // lanes, index), max(-(-high // lanes), index))
+    def _read_dealt(self, epoch: int, shard: int, turn: int, group: int) -> "Iterator[_Piece]":
+        number = group * self.deal.lanes // CHUNK
+        while True:
+            chunk = self.reader.chunk(shard, number)
+            indices, nexts = self._mine(epoch, shard, number, group, len(chunk))
+            if len(indices):
+                mine = take(chunk, indices - number * CHUNK)
+                yield _Piece(shard, turn, indices, nexts, mine, sizes(mine), self.group_reach)
+            if len(chunk) < CHUNK:
+                return
+            number += 1
+
+    def _mine(self, epoch: int, shard: int, number: int, group: int, length: int) -> tuple[IntArray, IntArray]:
+        """(indices of this lane's examples in a chunk, the position after each), from a group on."""
+        low, high, lanes = number * CHUNK, number * CHUNK + length, self.deal.lanes
+        groups = range(max(low // lanes, group), max(-(-high // lanes), group))
         if not groups:
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
         indices = self.deal.dealt_indices(epoch=epoch, shard=shard, lane=self.lane, groups=groups)

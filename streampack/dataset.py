@@ -103,6 +103,9 @@ class PackedDataset(IterableDataset[PackedRow]):
                 "max_example_len": (max_example_len, 2),
                 "max_examples_per_row": (max_examples_per_row, 1),
                 "pad_to_multiple_of": (pad_to_multiple_of, 1),
+                "pad_token_id": (pad_token_id, 0),
+                "rank": (rank, 0),
+                "world_size": (world_size, 1),
             }
         )
         _check_choices(
@@ -117,6 +120,7 @@ class PackedDataset(IterableDataset[PackedRow]):
         )
         multiple = pad_to_multiple_of or 1
         _check_lengths(seq_len, max_example_len, multiple, packing)
+        _check_kinds(text_column=text_column, source_name=source_name or "", transform=transform)
         if (rank is None) != (world_size is None):
             raise ValueError(f"rank={rank!r}, world_size={world_size!r}: pass both or neither")
         if rank is not None and world_size is not None:
@@ -177,6 +181,16 @@ class PackedDataset(IterableDataset[PackedRow]):
 
     def __iter__(self) -> Iterator[PackedRow]:
         """The rows of a pass that fall to this rank (and, in a DataLoader worker, this worker)."""
+        if get_worker_info() is not None and self._progress is not None and self._progress.ended:
+            # StatefulDataLoader asks for the state now, before the first row: it is of the pass that begins.
+            stop = self._progress.epochs[1]
+            if stop is not None:
+                rank, world_size = self.resolve_rank()
+                start = Start(first_epoch=stop, rank=rank, world_size=world_size, totals=self._progress.counts())
+                self._progress = Progress(self.stream, start)
+        return self._rows()
+
+    def _rows(self) -> Iterator[PackedRow]:
         worker, num_workers = worker_of_process()
         start = self._start(worker, num_workers)
         progress = self._progress = Progress(self.stream, start)
@@ -185,6 +199,11 @@ class PackedDataset(IterableDataset[PackedRow]):
             progress.take(given)
             if given.row is not None:
                 yield self.as_dict(given.row)
+                if self._progress is not progress:
+                    raise StateError(
+                        "a state was loaded, or another pass begun, while this pass was running; go on with a new "
+                        "pass: iter(dataset)"
+                    )
         progress.ended = True
 
     def as_dict(self, row: Row) -> PackedRow:
@@ -233,12 +252,8 @@ class PackedDataset(IterableDataset[PackedRow]):
     def set_epoch(self, epoch: int) -> None:
         """The next pass begins with this epoch, also in persistent workers. (A loaded state goes first.)"""
         _check_numbers({"epoch": (epoch, 0)})
-        if self.loaded is not None and self.loaded["pass"][0] != epoch:
-            warnings.warn(
-                f"set_epoch({epoch}) does not apply to the next pass, which resumes the loaded state in the pass of "
-                f"epoch {self.loaded['pass'][0]}",
-                stacklevel=2,
-            )
+        if self.loaded is not None:
+            warn_if_loaded(self.loaded, epoch)
         self.passes.set(epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -276,6 +291,16 @@ class PackedDataset(IterableDataset[PackedRow]):
         self.passes.load(next_epoch=start.first_epoch + (self.stream.epochs or 1))
 
 
+def warn_if_loaded(state: Mapping[str, Any], epoch: int) -> None:
+    """Say that `set_epoch` does not reach the next pass, if that resumes another epoch."""
+    if state["pass"][0] != epoch:
+        warnings.warn(
+            f"set_epoch({epoch}) does not apply to the next pass, which resumes the loaded state in the pass of "
+            f"epoch {state['pass'][0]}",
+            stacklevel=3,
+        )
+
+
 def _pad_token_id(tokenizer: Any) -> int:
     for name in ("pad_token_id", "eos_token_id"):
         token = getattr(tokenizer, name, None)
@@ -293,8 +318,16 @@ def _check_numbers(numbers: Mapping[str, tuple[int | None, int]]) -> None:
     for name, (value, least) in numbers.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             raise TypeError(f"{name}={value!r} is {type(value).__name__}, not an int")
-        if value is not None and value < least:
-            raise ValueError(f"{name}={value}: must be at least {least}")
+        if value is not None and not least <= value < 1 << 31:
+            raise ValueError(f"{name}={value}: must be at least {least}" + (", below 2**31" if value > least else ""))
+
+
+def _check_kinds(*, text_column: Any, source_name: Any, transform: Any) -> None:
+    for name, value in (("text_column", text_column), ("source_name", source_name)):
+        if not isinstance(value, str):
+            raise TypeError(f"{name}={value!r} is {type(value).__name__}, not a str")
+    if transform is not None and not callable(transform):
+        raise TypeError(f"transform={transform!r} is {type(transform).__name__}, not a function")
 
 
 def _check_choices(choices: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> None:

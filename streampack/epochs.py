@@ -5,7 +5,10 @@ shared memory. Worker 0 decides for a pass, the others read it; a pass is known 
 all its workers, and by how many passes this copy has seen (persistent workers keep their seed).
 """
 
+import multiprocessing
+import os
 import time
+from typing import Any
 
 import torch
 from torch.utils.data import get_worker_info
@@ -28,10 +31,20 @@ class PassCounter:
         self._loaded = 0  # number of the newest state that this copy holds
         self._resumes_here = False  # a state was loaded in this worker
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy (deepcopy, pickle) has shared memory of its own; in a spawned worker it is the parent's."""
+        self.__dict__.update(state)
+        self._shared.share_memory_()  # type: ignore[no-untyped-call]
+
     @property
     def upcoming(self) -> int:
         """The epoch with which the next pass would begin."""
         return int(self._shared[_NEXT])
+
+    @property
+    def loads(self) -> int:
+        """How many states were loaded into the dataset."""
+        return self._loaded
 
     @property
     def in_workers(self) -> bool:
@@ -69,7 +82,7 @@ class PassCounter:
         if info is None:
             return self._decide(step)
         self._passes += 1
-        key = (info.seed - info.id, self._passes)
+        key = (_first_process(info.id), self._passes)
         self._shared[_USED_BY_WORKERS] = 1
         if info.id > 0:
             return self._wait_for(key)
@@ -98,3 +111,9 @@ class PassCounter:
                     return int(answer) - 1 if answer else None
             time.sleep(0.001)
         raise RuntimeError(f"worker 0 of this DataLoader did not begin its pass within {_PATIENCE_SECONDS} s")
+
+
+def _first_process(worker: int) -> int:
+    """Tells the workers of one DataLoader iterator from all others: their seeds may be equal (torch.manual_seed before
+    each pass). A process numbers those that it starts, and worker 0 is started first."""
+    return os.getppid() << 32 | (multiprocessing.current_process()._identity[-1] - worker)

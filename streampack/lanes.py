@@ -48,6 +48,7 @@ class Lane:
         self.packer = packer
         self.reader = items
         self.done = state.done
+        self.stop_epoch = stop_epoch
         self.counts = dict(zip(COUNTS, state.counts, strict=True))
         self._items: list[Item] = []
         self._cells: list[int] = []  # of the items
@@ -74,6 +75,7 @@ class Lane:
         Raises:
             ValueError: for an example that a policy refuses, or an endless stream that brings this lane nothing.
         """
+        barren: int | None = None
         while not self.done:
             if not self._plan:
                 self._fill()
@@ -87,6 +89,13 @@ class Lane:
                 self._count_row(row, items)
                 return row
             self.counts["no_target_tokens"] += len(row.ids)
+            epoch = items[0].place[0]
+            barren = epoch if barren is None else barren
+            if self.stop_epoch is None and epoch > barren + 1:
+                raise ValueError(
+                    f"lane {self.reader.lane} got only rows without a target in epoch {barren + 1} of an endless stream"
+                    "; use fewer lanes (lanes=...) or more data, or pass no_target='keep'"
+                )
         return None
 
     def state(self) -> LaneState:
@@ -202,7 +211,9 @@ class Lane:
 
     def _return(self, rest: Item) -> None:
         """Put the rest of a cut item back where its age belongs."""
-        place = next((at for at, item in enumerate(self._items) if item.number > rest.number), len(self._items))
+        age = rest.number, rest.start
+        later = (at for at, item in enumerate(self._items) if (item.number, item.start) > age)
+        place = next(later, len(self._items))
         self._items.insert(place, rest)
         self._cells.insert(place, rest.cells)
         self._tokens += rest.cells
@@ -310,8 +321,9 @@ class Lane:
         if not self._waiting[item.number - self._base]:
             return
         starts = self._fragments.get(item.number, {item.start})
-        if self.packer.packing == "wrapped" and min(starts) > item.start:
-            _, item = item.cut(min(starts) - item.start)
+        inside = [start for start in starts if item.start < start < item.start + len(item.ids)]
+        if self.packer.packing == "wrapped" and inside and item.start not in starts:  # its first part is out
+            _, item = item.cut(inside[0] - item.start)
         if item.start in starts:
             self._items.append(item)
             self._cells.append(item.cells)

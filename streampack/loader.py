@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from streampack.ahead import work_ahead
 from streampack.collate import Batch, Collator, LayoutName, PackedRow
-from streampack.dataset import PackedDataset
+from streampack.dataset import PackedDataset, warn_if_loaded
 from streampack.hosting import Given, Message, in_order
 from streampack.messages import Messages, quiet_fork
 from streampack.progress import Progress, Start
@@ -62,8 +62,7 @@ class PackedLoader(DataLoader[Any]):
     ) -> None:
         if not isinstance(dataset, PackedDataset):
             raise TypeError(f"PackedLoader takes a PackedDataset, not {type(dataset).__name__}")
-        if not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"batch_size={batch_size!r}: pass the rows of a batch, an int of at least 1")
+        _check_counts(batch_size=batch_size, prefetch_factor=1 if prefetch_factor is None else prefetch_factor)
         self.packed = dataset
         self._messages = Messages(dataset)
         self._collator = Collator(layout, shift_labels=shift_labels)
@@ -84,6 +83,8 @@ class PackedLoader(DataLoader[Any]):
         # changing it later goes through __setattr__.)
         self.__dict__.update(batch_size=batch_size)
         self._pin = pin_memory and torch.cuda.is_available()
+        self._loaded: dict[str, Any] | None = None
+        self._loads = 0
         self._progress: Progress | None = None
         self._said = False
         self._last: list[Row] = []
@@ -97,6 +98,7 @@ class PackedLoader(DataLoader[Any]):
             StateError: if a state is loaded, or another pass begun, while this one is running.
         """
         progress = self._progress = Progress(self.packed.stream, self._start())
+        self._loads = self.packed.passes.loads
         source = self._batches(progress)
         if self.num_workers == 0:
             source = work_ahead(source, depth=self._ahead)
@@ -117,7 +119,7 @@ class PackedLoader(DataLoader[Any]):
             source.close()
 
     def _check_current(self, progress: Progress) -> None:
-        if self._progress is not progress:
+        if self._progress is not progress or self.packed.passes.loads != self._loads:
             raise StateError(
                 "a state was loaded, or another pass begun, while this pass was running; go on with a new pass: "
                 "iter(loader)"
@@ -127,12 +129,17 @@ class PackedLoader(DataLoader[Any]):
         """Where the next pass begins. The dataset counts epochs, so its `set_epoch` and loaded state hold here too."""
         rank, world_size = self.packed.resolve_rank()
         self._say_reading_factor(world_size)
-        epoch = self.packed.passes.next_pass(step=self.packed.stream.epochs or 1)
-        state = self.packed.take_loaded()
-        if epoch is None and state is not None:
-            return Start.of(state, rank=rank, world_size=world_size)
-        assert epoch is not None
-        return self._fresh_start(epoch, rank, world_size)
+        passes, step = self.packed.passes, self.packed.stream.epochs or 1
+        state, self._loaded = self._loaded, None
+        if state is None:
+            epoch = passes.next_pass(step=step)
+            state = self.packed.take_loaded() if epoch is None else None
+            if epoch is not None:
+                return self._fresh_start(epoch, rank, world_size)
+        assert state is not None
+        start = Start.of(state, rank=rank, world_size=world_size)
+        passes.set(start.first_epoch + step)
+        return start
 
     def _say_reading_factor(self, world_size: int) -> None:
         """Say once where every process has to read the same shards (which costs nothing with random access)."""
@@ -188,6 +195,8 @@ class PackedLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """The next pass begins with this epoch. A loaded state goes first: it says itself in which epoch it is."""
+        if self._loaded is not None:
+            warn_if_loaded(self._loaded, epoch)
         self.packed.set_epoch(epoch)
 
     def state_dict(self, *, batches: int | None = None) -> dict[str, Any]:
@@ -210,8 +219,9 @@ class PackedLoader(DataLoader[Any]):
         if progress is not None and not (progress.ended and progress.epochs[1] != dataset.passes.upcoming):
             return progress
         rank, world_size = dataset.resolve_rank()
-        if dataset.loaded is not None:
-            return Progress(dataset.stream, Start.of(dataset.loaded, rank=rank, world_size=world_size))
+        loaded = self._loaded or dataset.loaded
+        if loaded is not None:
+            return Progress(dataset.stream, Start.of(loaded, rank=rank, world_size=world_size))
         return Progress(dataset.stream, self._fresh_start(dataset.passes.upcoming, rank, world_size))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -228,7 +238,9 @@ class PackedLoader(DataLoader[Any]):
                 f"the state is of rank {state['rank']} of {state['world_size']} alone; load "
                 "streampack.merge_states([the state of every rank])"
             )
-        self.packed.load_state_dict(state)
+        rank, world_size = self.packed.resolve_rank()
+        Start.of(state, rank=rank, world_size=world_size)
+        self._loaded = dict(state)
         self._progress = None
         self._last = []
 
@@ -254,6 +266,12 @@ class PackedLoader(DataLoader[Any]):
         epochs read, with the share of the present one; lane_rows_min, lane_rows_max: how even the lanes are.
         """
         return self._current().stats()
+
+
+def _check_counts(*, batch_size: Any, prefetch_factor: Any) -> None:
+    for name, value in (("batch_size", batch_size), ("prefetch_factor", prefetch_factor)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name}={value!r}: pass an int of at least 1")
 
 
 def _as_it_is(message: Any) -> Any:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -23,6 +24,11 @@ class Messages(IterableDataset[Message]):
         self._serial = 0
         # Number of the newest pass, and its first epoch.
         self._shared: torch.Tensor = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy has shared memory of its own; in a spawned worker it is the parent's."""
+        self.__dict__.update(state)
+        self._shared.share_memory_()  # type: ignore[no-untyped-call]
 
     def renew(self, start: Start, rows_per_message: int, *, running: bool) -> bool:
         """Set the next pass. False: workers that are running cannot take part in it."""

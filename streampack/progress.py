@@ -61,12 +61,12 @@ class Start:
             )
         lanes = {int(lane): LaneState.from_json(text) for lane, text in state["lanes"].items()}
         totals = dict(state["totals"])
-        if state["ended"]:
+        if state["ended"] and saved_workers == 1:
             for lane_state in lanes.values():
                 totals = {key: totals[key] + count for key, count in zip(COUNTS, lane_state.counts, strict=True)}
         if saved_world == 1 and rank > 0:  # of all ranks together: one of them keeps it, so that merging counts it once
             totals = dict.fromkeys(COUNTS, 0)
-        if state["ended"]:
+        if state["ended"] and saved_workers == 1:  # a worker alone: others of its pass may still have rows
             return Start(first_epoch=state["pass"][1], rank=rank, world_size=world_size, totals=totals)
         return Start(
             first_epoch=state["pass"][0],
@@ -158,6 +158,8 @@ class Progress:
         return state
 
     def _as_of(self, batches: int) -> tuple[dict[int, LaneState | None], int, int]:
+        if not isinstance(batches, int):
+            raise TypeError(f"state_dict(batches={batches!r}): pass a number of batches, an int")
         lanes: dict[int, LaneState | None] = dict(self.lanes)
         back = self.batches - batches
         if not 0 <= back <= len(self._history):

@@ -17,6 +17,7 @@ import numpy as np
 from streampack.tables import Position
 
 VERSION = 1
+_KEYS = ("pass", "row", "after", "rows", "rank", "world_size", "worker", "ended", "totals")
 
 COUNTS = (
     "rows",
@@ -137,6 +138,7 @@ def check(state: Any, *, stream: Mapping[str, Any]) -> None:
         StateError: naming what differs, both values and the remedy.
     """
     _check_format(state)
+    _check_lanes(state)
     saved = state["stream"]
     for key in [*saved, *(key for key in stream if key not in saved)]:
         if saved.get(key) != stream.get(key):
@@ -149,11 +151,39 @@ def check(state: Any, *, stream: Mapping[str, Any]) -> None:
 def _check_format(state: Any) -> None:
     if not isinstance(state, Mapping) or not {"version", "stream", "lanes"} <= set(state):
         raise StateError(f"not a streampack state: {type(state).__name__}; pass what state_dict() returned")
+    missing = [key for key in _KEYS if key not in state]
+    if missing and state["version"] == VERSION:
+        raise StateError(f"the state has no {missing[0]!r}: it is damaged; pass what state_dict() returned")
     if state["version"] != VERSION:
         raise StateError(
             f"cannot resume: the state has format version {state['version']}, this streampack reads version {VERSION}; "
             "resume with the streampack that saved it, or start without the state"
         )
+
+
+def _check_lanes(state: Mapping[str, Any]) -> None:
+    """Refuse damaged lanes, and a state that lacks lanes which have given rows already: they would begin anew."""
+    count, lanes = state["stream"].get("lanes", 0), state["lanes"]
+    for lane, text in lanes.items():
+        try:
+            good = 0 <= int(lane) < count and LaneState.from_json(text) is not None
+        except (ValueError, TypeError, KeyError):
+            good = False
+        if not good:
+            raise StateError(f"the state of lane {lane!r} (of {count}) is damaged; pass what state_dict() returned")
+    if state["world_size"] == state["worker"][1] == 1 and not state["ended"]:
+        missing = [lane for lane in range(min(state["row"], count)) if str(lane) not in lanes]
+        if missing:
+            raise StateError(
+                f"the state after row {state['row']} lacks lane {missing[0]}; merge the states of all ranks"
+            )
+
+
+def _has_no_more(state: Mapping[str, Any]) -> bool:
+    """Whether a rank has given all its rows of the pass, be it that its loop has not asked for more yet."""
+    mine = state["stream"]["lanes"] // state["world_size"]
+    lanes = [LaneState.from_json(text) for text in state["lanes"].values()]
+    return bool(state["ended"]) or (len(lanes) == mine and all(lane.done for lane in lanes))
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -185,7 +215,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         merged["lanes"].update(state["lanes"])
     last = max(states, key=lambda state: state["rows"])
     for state in states:
-        if state["rows"] != last["rows"] and not state["ended"]:
+        if state["rows"] != last["rows"] and not _has_no_more(state):
             raise StateError(
                 f"the states are of different steps: rank {state['rank']} was after row {state['rows']}, rank "
                 f"{last['rank']} after row {last['rows']}; save all ranks after the same step"

@@ -173,13 +173,11 @@ def sizes(chunk: Chunk) -> IntArray:
     """About how many bytes each example takes, int64 [n]: what bounds blocks and caches."""
     total = np.zeros(len(chunk), dtype=np.int64)
     if not isinstance(chunk, pa.Table):
-        return np.array(
-            [sum(_size(value) for value in row.values()) if isinstance(row, Mapping) else 8 for row in chunk]
-        )
+        return np.array([size_of(row) for row in chunk], dtype=np.int64)
     for column in chunk.columns:
         if _is_list(column.type):
             total += 8 * pc.fill_null(pc.list_value_length(column), 0).to_numpy()
-        elif pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        elif any(is_type(column.type) for is_type in _TEXTS):
             total += pc.fill_null(pc.binary_length(column), 0).to_numpy()
     return total
 
@@ -194,10 +192,20 @@ def _as_array(value: Any) -> Any:
         return value
 
 
+def size_of(example: Any) -> int:
+    """About how many bytes an example takes that is a dict: its texts and lists."""
+    return sum(_size(value) for value in example.values()) if isinstance(example, Mapping) else 0
+
+
 def _size(value: Any) -> int:
     if isinstance(value, str):
+        return len(value) if value.isascii() else len(value.encode(errors="surrogatepass"))
+    if isinstance(value, bytes):
         return len(value)
-    return 8 * len(value) if hasattr(value, "__len__") else 8
+    return 8 * len(value) if hasattr(value, "__len__") and not isinstance(value, Mapping) else 0
+
+
+_TEXTS = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
 
 
 def _is_list(kind: pa.DataType) -> bool:
