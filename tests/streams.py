@@ -67,7 +67,7 @@ def make_stream(source: Any, *, epochs: int | None = 1, **changes: Any) -> Strea
         None,
         text_column="",
         append_eos=False,
-        limit=None if packing == "wrapped" else SEQ_LEN,
+        limit=changes.get("max_example_len") or (None if packing == "wrapped" else SEQ_LEN),
         policies=changes.pop("policies", Policies()),
         cuts_any=packing == "wrapped",
     )

@@ -1,6 +1,8 @@
 """PackedDataset in a plain DataLoader, in torchdata's StatefulDataLoader, and alone."""
 
+import copy
 import json
+import pickle
 import random
 from typing import Any
 
@@ -66,6 +68,34 @@ def test_passes_in_a_plain_dataloader_are_successive_epochs_also_in_persistent_w
     assert sorted(row["input_ids"].tolist() for row in loader) == sorted(in_order[2])
 
 
+def test_passes_with_equal_torch_seeds_are_told_apart() -> None:
+    dataset = packed()
+    loader = DataLoader(dataset, batch_size=None, num_workers=2)
+    alone = packed()
+    for _ in range(3):
+        torch.manual_seed(0)  # as set_seed before each epoch does
+        rows = [row["input_ids"].tolist() for row in loader]
+        assert sorted(rows) == sorted(row["input_ids"].tolist() for row in alone)
+
+
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda dataset: pickle.loads(pickle.dumps(dataset))])
+def test_a_copy_of_a_dataset_counts_its_own_passes_with_its_workers(copy_of: Any) -> None:
+    loader = DataLoader(copy_of(packed()), batch_size=None, num_workers=2)
+    alone = packed()
+    for _ in range(2):
+        rows = [row["input_ids"].tolist() for row in loader]
+        assert sorted(rows) == sorted(row["input_ids"].tolist() for row in alone)
+
+
+def test_a_pass_that_is_overtaken_by_a_load_raises() -> None:
+    dataset = packed()
+    rows = iter(dataset)
+    next(rows)
+    dataset.load_state_dict(dataset.state_dict())
+    with pytest.raises(StateError, match="a state was loaded"):
+        next(rows)
+
+
 def test_the_state_of_a_dataset_that_workers_iterate_is_refused_in_the_main_process() -> None:
     dataset = packed()
     next(iter(DataLoader(dataset, batch_size=None, num_workers=1)))
@@ -117,7 +147,7 @@ def test_a_stateful_dataloader_resumes_with_the_same_worker_count(num_workers: i
         return StatefulDataLoader(packed(), batch_size=2, num_workers=num_workers, collate_fn=Collator("rows"))
 
     whole = rows_of(loader())
-    for done in (0, 1, 7, 30):
+    for done in (0, 1, 7, 30, len(whole) // 2 - 2, len(whole) // 2 - 1):
         first = loader()
         iterator = iter(first)
         head = rows_of(next(iterator) for _ in range(done))
@@ -244,6 +274,11 @@ def test_an_error_in_a_transform_names_the_example() -> None:
         ({"pad_to_multiple_of": 2, "packing": "wrapped"}, "packing='wrapped' cuts examples anywhere"),
         ({"max_example_len": 65}, "max_example_len=65 does not fit into seq_len=64"),
         ({"rank": 0}, "rank=0, world_size=None: pass both or neither"),
+        ({"rank": np.int64(0), "world_size": 2}, r"rank=np.int64\(0\) is int64, not an int"),
+        ({"pad_token_id": -1}, "pad_token_id=-1: must be at least 0"),
+        ({"pad_token_id": 2**40}, r"pad_token_id=1099511627776: must be at least 0, below 2\*\*31"),
+        ({"text_column": 3}, "text_column=3 is int, not a str"),
+        ({"transform": "x"}, "transform='x' is str, not a function"),
         ({"rank": 2, "world_size": 2}, r"rank=2 is not in 0 \.\. 1"),
     ],
 )

@@ -1,5 +1,6 @@
 """PackedLoader: real DataLoader workers, threads and passes. Its states cover exactly the batches it handed out."""
 
+import copy
 import json
 import os
 import pickle
@@ -211,6 +212,31 @@ def test_a_pass_that_is_overtaken_by_a_load_or_another_pass_raises() -> None:
     next(iter(loader))
     with pytest.raises(StateError, match="another pass begun"):
         next(running)
+
+
+def test_a_state_loaded_into_one_of_two_loaders_of_a_dataset_is_used_by_that_one(expected: list[list[int]]) -> None:
+    dataset = packed()
+    first, second = PackedLoader(dataset, 1), PackedLoader(dataset, 1)
+    rows_of(first, 9)
+    first.load_state_dict(first.state_dict())
+    assert rows_of(second, 5) != expected[9:14]
+    assert rows_of(first) == expected[9:]
+
+
+def test_a_copy_of_a_loader_with_persistent_workers_goes_through_its_own_epochs() -> None:
+    loader = copy.deepcopy(PackedLoader(packed(), 4, num_workers=2, persistent_workers=True))
+    alone = PackedLoader(packed(), 4)
+    for _ in range(3):
+        assert rows_of(loader) == rows_of(alone)
+
+
+def test_a_state_loaded_into_the_dataset_while_a_pass_is_running_makes_it_raise() -> None:
+    loader = PackedLoader(packed(), 1)
+    batches = iter(loader)
+    next(batches)
+    loader.packed.load_state_dict(loader.state_dict())
+    with pytest.raises(StateError, match="a state was loaded"):
+        next(batches)
 
 
 def test_set_epoch_on_a_loaded_state_of_another_epoch_warns() -> None:
@@ -439,6 +465,8 @@ def test_bad_arguments_are_refused() -> None:
         PackedLoader([1, 2])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="batch_size=0"):
         PackedLoader(packed(), 0)
+    with pytest.raises(ValueError, match="prefetch_factor=-1: pass an int of at least 1"):
+        PackedLoader(packed(), 1, prefetch_factor=-1)
     with pytest.raises(ValueError, match="layout='flow'"):
         PackedLoader(packed(), 1, layout="flow")  # type: ignore[arg-type]
 
@@ -501,6 +529,24 @@ def test_ranks_given_by_hand_make_up_the_stream_and_merge_into_one_state(expecte
         assert [rows_of(loader, 1)[0] for loader in again] == expected[24 : 24 + world_size]
         totals = merge_states([loader.state_dict() for loader in again])
         assert totals["rows"] == 24 + world_size
+
+
+def test_states_of_the_last_steps_merge_where_some_ranks_have_no_more_rows(expected: list[list[int]]) -> None:
+    for batch_size in (1, 3, 7):
+        loaders = [PackedLoader(packed(rank=rank, world_size=4), batch_size) for rank in range(4)]
+        batches = [iter(loader) for loader in loaders]
+        rows: list[list[int]] = []
+        merges = 0
+        while any(step := [next(one, None) for one in batches]):
+            rows += [row for batch in step if batch for row in batch["input_ids"].reshape(-1, 64).tolist()]
+            merged = merge_states([loader.state_dict() for loader in loaders])
+            if len(rows) > len(expected) - 60:  # from here on, resume on one rank
+                again = PackedLoader(packed(), 1)
+                again.load_state_dict(merged)
+                rest = rows_of(again) if not merged["ended"] else []
+                assert sorted(rows + rest) == sorted(expected)
+                merges += 1
+        assert merges > 2
 
 
 def test_one_rank_s_state_alone_and_a_state_of_other_steps_are_refused() -> None:

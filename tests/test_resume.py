@@ -2,10 +2,12 @@
 
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -85,6 +87,63 @@ def test_chains_over_three_epochs_to_the_end_give_every_token_once_per_epoch(pac
             if state["ended"]:
                 break
         assert tokens_by_example(rows) == all_examples(source, epochs=3)
+
+
+def test_wrapped_fragments_of_limited_length_resume_after_every_row() -> None:
+    stream = make_stream(examples(70, longest=150), epochs=2, lanes=2, packing="wrapped", max_example_len=20)
+    expected = run_to_the_end(stream, None)
+    assert len(expected) > 20
+    for done in range(len(expected)):
+        run = Ranks(stream, 1, 0)
+        run.take(done)
+        assert run_to_the_end(stream, run.state()) == expected[done:], f"after row {done}"
+
+
+def test_blocks_bounded_by_bytes_resume_where_columns_change_their_type_on_the_way() -> None:
+    class Tables:
+        name, num_shards = "tables", 1
+
+        def read(self, shard: int, start: int) -> Iterator[pa.Table]:
+            for first in range(0, 900, 90):
+                meta = list(range(90)) if first < 300 else ["é" * 20_000] * 90
+                ids = [[number, 1, 2] for number in range(first, first + 90)]
+                table = pa.table({"input_ids": ids, "meta": meta})
+                if first + 90 > start:
+                    yield table.slice(max(0, start - first))
+
+    stream = make_stream(Tables(), lanes=1, shuffle_block=700, transform=lambda row: {"input_ids": row["input_ids"]})
+    expected = run_to_the_end(stream, None)
+    for done in range(0, len(expected), 7):
+        run = Ranks(stream, 1, 0)
+        run.take(done)
+        assert run_to_the_end(stream, run.state()) == expected[done:], f"after row {done}"
+
+
+def test_an_endless_lane_of_rows_without_targets_is_an_error_and_not_a_hang() -> None:
+    stream = make_stream([{"input_ids": [7]}] * 50, epochs=None, lanes=1)
+    with pytest.raises(ValueError, match=r"lane 0 got only rows without a target.*no_target='keep'"):
+        Ranks(stream, 1, 0).step()
+
+
+def test_a_damaged_state_is_refused() -> None:
+    stream = make_stream(examples(200), lanes=4)
+    run = Ranks(stream, 1, 0)
+    run.take(10)
+    state = run.state()
+
+    def refusal(**changes: Any) -> str:
+        with pytest.raises(StateError) as error:
+            check({**state, **changes}, stream=stream.identity())
+        return str(error.value)
+
+    lanes = state["lanes"]
+    assert "the state after row 10 lacks lane 2; merge the states of all ranks" in refusal(
+        lanes={lane: text for lane, text in lanes.items() if lane != "2"}
+    )
+    assert "the state of lane '9' (of 4) is damaged" in refusal(lanes={**lanes, "9": lanes["1"]})
+    assert "the state of lane '1' (of 4) is damaged" in refusal(lanes={**lanes, "1": lanes["1"][:-9]})
+    with pytest.raises(StateError, match="the state has no 'row': it is damaged"):
+        check({key: value for key, value in state.items() if key != "row"}, stream=stream.identity())
 
 
 def test_real_files_resume_at_random_rows(tmp_path: Path) -> None:
