@@ -12,6 +12,7 @@ from typing import Any
 
 import datasets
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from streampack.sources import Example, Source
 
@@ -20,6 +21,7 @@ BATCH = 256
 ones, are not split again inside a DataLoader worker."""
 
 
+_KEEP_EXAMPLES = ("ArrowExamples", "RebatchedArrowExamples", "SelectColumns", "FormattedExamples")
 _OF_WHOLE_STREAMS = ("Take", "Skip", "Cycling", "RandomlyCycling")
 
 
@@ -56,7 +58,7 @@ class StreamSource:
         labels = _shard_labels(stream, files)
         self.shard_labels = labels if len(labels) == self.num_shards else None
         self.name = name or _stream_name(stream, files, self.num_shards)
-        self.num_examples = None
+        self.num_examples = _count(stream, files)
         arrow = getattr(stream._ex_iterable, "iter_arrow", None) is not None
         self.stream = stream.with_format("arrow" if arrow else None)
 
@@ -78,6 +80,7 @@ class TableSource:
     """A `datasets.Dataset` (Arrow): random access. Shards are runs of `RUN` consecutive examples."""
 
     RUN = 64
+    random_access = True
 
     def __init__(self, table: Any, *, name: str | None) -> None:
         self.num_examples = len(table)
@@ -171,12 +174,28 @@ def _stream_name(stream: Any, files: list[str], num_shards: int) -> str:
 def _describe_files(files: list[str]) -> str:
     """Relative names and sizes. Names on a hub hold the revision; asking for their sizes would cost a request each."""
     unique = list(dict.fromkeys(files))
+    described = _names_and_sizes(unique)
+    if len(unique) <= 4:
+        return " ".join(described)
+    digest = hashlib.sha256("\n".join(described).encode()).hexdigest()[:12]
+    return f"{described[0]} .. {described[-1]}, {len(unique)} files ({digest})"
+
+
+def _names_and_sizes(unique: list[str]) -> list[str]:
     folder = os.path.commonpath(unique) if len(unique) > 1 and "://" not in unique[0] else os.path.dirname(unique[0])
     described = []
     for file in unique:
         size = f":{os.path.getsize(file)}" if os.path.exists(file) else ""
         described.append((file if "://" in file else os.path.relpath(file, folder or ".")) + size)
-    return " ".join(described)
+    return described
+
+
+def _count(stream: Any, files: list[str]) -> int | None:
+    """How many examples there are, where local Parquet files say so and nothing in the stream changes it."""
+    plain = all(type(node).__name__.startswith(_KEEP_EXAMPLES) for node in _nodes(stream._ex_iterable))
+    if not plain or not files or not all(file.endswith(".parquet") and os.path.exists(file) for file in files):
+        return None
+    return sum(int(pq.read_metadata(file).num_rows) for file in dict.fromkeys(files))
 
 
 def _table_name(table: Any) -> str:

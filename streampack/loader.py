@@ -145,7 +145,7 @@ class PackedLoader(DataLoader[Any]):
         """Say once where every process has to read the same shards (which costs nothing with random access)."""
         source, processes = self.packed.stream.source, world_size * max(1, self.num_workers)
         factor = self.packed.stream.deal().reading_factor(processes)
-        if factor >= 2 and getattr(source, "num_examples", None) is None and not self._said:
+        if factor >= 2 and not getattr(source, "random_access", False) and not self._said:
             self._said = True
             warnings.warn(
                 f"source {source.name!r} has {source.num_shards} shards for {self.packed.stream.lanes} lanes, so "

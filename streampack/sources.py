@@ -28,7 +28,11 @@ Example = Mapping[str, Any]
 
 @runtime_checkable
 class Source(Protocol):
-    """What streampack asks of a source. `num_examples` (int or None) and `locate` are optional extras, see `locate`."""
+    """What streampack asks of a source.
+
+    Optional: `num_examples` (int or None), from which statistics say the share of an epoch; `random_access` (bool),
+    where seeking and reading single examples cost nothing; `locate(shard, index)`, see `locate`.
+    """
 
     @property
     def name(self) -> str:
@@ -49,6 +53,7 @@ class SequenceSource:
     """
 
     RUN = 64
+    random_access = True
 
     def __init__(self, sequence: Any, *, name: str | None = None) -> None:
         self.sequence = sequence

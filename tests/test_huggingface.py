@@ -229,6 +229,20 @@ def test_streams_that_are_interleaved_at_random_need_a_seed(tmp_path):
         as_source(unseeded, lanes=1, name="mine")
 
 
+def test_the_number_of_examples_is_known_of_parquet_files_that_nothing_filters(tmp_path):
+    stream = stream_parquet(tmp_path, 10, 6, row_group_size=3)
+    assert as_source(stream, lanes=16).num_examples == as_source(stream, lanes=1).num_examples == 16
+    assert as_source(stream.filter(is_even), lanes=1).num_examples is None
+    assert as_source(stream.take(3), lanes=1).num_examples is None
+
+
+def test_many_files_have_a_short_name_that_still_tells_them_apart(tmp_path):
+    names = [as_source(stream_jsonl(tmp_path, *[number] * 9), lanes=1).name for number in (10, 11)]
+    assert names[0].startswith("0.jsonl:290 .. 8.jsonl:290, 9 files (")
+    assert names[0] != names[1]
+    assert len(names[0]) < 80
+
+
 def test_parts_of_a_stream_have_names_of_their_own(tmp_path):
     stream = stream_jsonl(tmp_path, 5)
     parts = [stream, stream.take(2), stream.take(3), stream.skip(2), stream.skip(1).take(2)]
