@@ -3,15 +3,23 @@
 import atexit
 import queue
 import threading
+import time
 from collections.abc import Generator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+HAND_OVER_SECONDS = 0.005
+"""As long as Python lets a thread run before another may have its turn (sys.getswitchinterval)."""
+
 
 def work_ahead(source: "Generator[T, None, None]", *, depth: int) -> "Generator[T, None, None]":
-    """Run a generator in a thread, at most `depth` items ahead; its errors are raised here."""
-    made: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=depth)
+    """Run a generator in a thread, at most about 2 * `depth` items ahead; its errors are raised here.
+
+    Items that are made within HAND_OVER_SECONDS go over together: changing threads costs more than making a few.
+    """
+    made: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=2)
+    most = max(1, depth // 2)
     stopped = threading.Event()
 
     def put(kind: str, item: Any) -> bool:
@@ -25,9 +33,15 @@ def work_ahead(source: "Generator[T, None, None]", *, depth: int) -> "Generator[
 
     def work() -> None:
         try:
+            held: list[T] = []
+            given = time.monotonic()
             for item in source:
-                if not put("item", item):
-                    return
+                held.append(item)
+                if len(held) >= most or time.monotonic() - given > HAND_OVER_SECONDS:
+                    if not put("items", held):
+                        return
+                    held, given = [], time.monotonic()
+            put("items", held)
             put("end", None)
         except BaseException as error:
             put("error", error)
@@ -49,7 +63,7 @@ def work_ahead(source: "Generator[T, None, None]", *, depth: int) -> "Generator[
                 return
             if kind == "error":
                 raise item
-            yield item
+            yield from item
     finally:
         atexit.unregister(stop)
         stop()

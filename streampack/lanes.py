@@ -57,7 +57,7 @@ class Lane:
         self._plan_state: LaneState | None = None  # of the buffer that was planned
         self._waiting = bytearray(state.waiting)  # of the numbers from self._base on
         self._base = state.first
-        self._fragments = {number: set(starts) for number, starts in state.fragments}
+        self._fragments = dict(state.fragments)  # number: first tokens of what waits, ascending
         self._head = state.head
         self._epoch = state.epoch
         self._start = state
@@ -129,7 +129,7 @@ class Lane:
             first,
             bytes(self._waiting),
             self._head,
-            tuple((number, tuple(sorted(starts))) for number, starts in self._fragments.items()),
+            tuple(self._fragments.items()),
             planned,
             self._epoch,
             tuple(self.counts.values()),
@@ -196,15 +196,16 @@ class Lane:
         if keep <= 0:
             return items.pop()
         items[-1], rest = items[-1].cut(keep)
-        self._fragments.setdefault(rest.number, {items[-1].start}).add(rest.start)
+        starts = self._fragments.get(rest.number, (items[-1].start,))
+        self._fragments[rest.number] = tuple(sorted({*starts, rest.start}))
         return rest
 
     def _leave(self, item: Item) -> None:
         """An item goes out; its example is used up with its last one."""
         starts = self._fragments.get(item.number)
         if starts is not None:
-            starts.discard(item.start)
-            if starts:
+            if starts != (item.start,):
+                self._fragments[item.number] = tuple(start for start in starts if start != item.start)
                 return
             del self._fragments[item.number]
         self._waiting[item.number - self._base] = 0
@@ -268,7 +269,7 @@ class Lane:
             self.counts["split"] += not item.is_last
             self.counts["truncated_tokens"] += item.truncated
         if item.start or not item.is_last:
-            self._fragments.setdefault(item.number, set()).add(item.start)
+            self._fragments[item.number] = (*self._fragments.get(item.number, ()), item.start)
             self._waiting[item.number - self._base] = 1
         self._head = (item.number + 1, 0) if item.is_last else (item.number, item.start + len(item.ids))
         self._items.append(item)
@@ -320,7 +321,7 @@ class Lane:
     def _readmit(self, item: Item) -> None:
         if not self._waiting[item.number - self._base]:
             return
-        starts = self._fragments.get(item.number, {item.start})
+        starts = self._fragments.get(item.number, (item.start,))
         inside = [start for start in starts if item.start < start < item.start + len(item.ids)]
         if self.packer.packing == "wrapped" and inside and item.start not in starts:  # its first part is out
             _, item = item.cut(inside[0] - item.start)

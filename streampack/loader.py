@@ -18,7 +18,7 @@ from streampack.state import COUNTS, StateError, check
 
 MESSAGE_TOKENS = 1 << 18
 """Tokens in a message from a worker, about: enough that its fixed cost does not show, little enough to hold many."""
-AHEAD = 4
+AHEAD = 8
 """Batches that the thread of num_workers=0 works ahead."""
 
 

@@ -74,7 +74,7 @@ class LaneState:
         return (
             f"[[{position.epoch},{position.turn},{position.index},{position.block}],{self.first},"
             f'"{base64.b64encode(bits).decode()}",[{used},{len(self.waiting)}],'
-            f"[{self.head[0] - self.first},{self.head[1]}],{_integers(_to_runs(self.fragments, self.first))},"
+            f"[{self.head[0] - self.first},{self.head[1]}],{_runs(self.fragments, self.first)},"
             f"{self.planned},{_integers(self.epoch)},{_integers(self.counts)},{int(self.done)}]"
         )
 
@@ -105,18 +105,17 @@ def _integers(numbers: Iterable[int]) -> str:
     return f"[{','.join(map(str, numbers))}]"
 
 
-def _to_runs(fragments: Iterable[tuple[int, tuple[int, ...]]], base: int) -> list[int]:
-    """Fragments as (number - base, first token, step, how many), one after the other: most rise in equal steps."""
-    runs: list[int] = []
+def _runs(fragments: Iterable[tuple[int, tuple[int, ...]]], base: int) -> str:
+    """Fragments as number - base, first token, step, how many, one after the other: most rise in equal steps."""
+    runs: list[str] = []
     for number, starts in fragments:
         first, many = starts[0], len(starts)
         step = starts[1] - first if many > 1 else 0
         if many < 3 or starts == tuple(range(first, starts[-1] + 1, step)):
-            runs += (number - base, first, step, many)
+            runs.append(f"{number - base},{first},{step},{many}")
         else:
-            for start in starts:
-                runs += (number - base, start, 0, 1)
-    return runs
+            runs += [f"{number - base},{start},0,1" for start in starts]
+    return f"[{','.join(runs)}]"
 
 
 def _from_runs(runs: Sequence[int], base: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
