@@ -5,7 +5,8 @@
 For each length set and row length (over-long examples cut), with the order of the data kept:
 
 - rows: of the stream; bound: ceil(tokens / seq_len), which no packing can beat; BFD 1000: best-fit-decreasing over
-  isolated chunks of 1000 examples (with all their pieces); BFD all: over the whole set at once.
+  isolated chunks of 1000 pieces, as they come; BFD 1000 whole: of 1000 examples with all their pieces, so of more (not
+  judged); BFD all: over the whole set at once.
 - Mtoken/s: of the packing functions alone, over a simulated buffer: no reading, no encoding, no rows laid out.
 - wait: most examples between the oldest of a row and the newest that the lane had read then; span: how far apart in the
   stream the waiting examples lie at most, which is what a resume reads again.
@@ -91,6 +92,11 @@ def best_fit_decreasing_in_chunks(pieces: Sequence[int], examples: Sequence[int]
     return sum(best_fit_decreasing([piece for piece, _ in chunk], seq_len) for _, chunk in chunks)
 
 
+def best_fit_decreasing_of_pieces(pieces: list[int], seq_len: int) -> int:
+    """Rows of best-fit-decreasing over isolated chunks of 1000 pieces."""
+    return sum(best_fit_decreasing(pieces[first : first + 1000], seq_len) for first in range(0, len(pieces), 1000))
+
+
 def packing_speed(pieces: list[int], examples: list[int], seq_len: int) -> tuple[int, float]:
     """(rows, Mtoken/s) of the packing rule over a buffer filled as a lane fills it."""
     begin = time.perf_counter()
@@ -141,10 +147,13 @@ def compare(name: str, seq_len: int) -> tuple[list[object], list[object]]:
 
     one = run_lane(PackedDataset(source, lanes=1, **settings), 0)
     bound = -(-tokens // seq_len)
-    chunks = best_fit_decreasing_in_chunks(pieces, examples, seq_len)
+    chunks, whole = (
+        best_fit_decreasing_of_pieces(pieces, seq_len),
+        best_fit_decreasing_in_chunks(pieces, examples, seq_len),
+    )
     simulated, speed = packing_speed(pieces, examples, seq_len)
     assert simulated == one.rows, f"the simulated buffer gives {simulated} rows, the lane {one.rows}"
-    line = [*label, one.rows, bound, chunks, best_fit_decreasing(pieces, seq_len), f"{one.rows / bound:.5f}"]
+    line = [*label, one.rows, bound, chunks, whole, best_fit_decreasing(pieces, seq_len), f"{one.rows / bound:.5f}"]
     line += [f"{tokens / one.rows / seq_len:.5f}", round(speed), one.wait, one.span]
     line += [verdict(one.rows <= chunks and (not short or near(one.rows, bound)))]
 
@@ -190,7 +199,18 @@ def endless(name: str, lanes: int) -> list[object]:
 def main() -> int:
     show_versions()
     both = [compare(name, seq_len) for name in SETS for seq_len in SEQ_LENS]
-    head = ["set", "seq_len", "mean piece", "rows", "bound", "BFD 1000", "BFD all", "rows / bound", "fill"]
+    head = [
+        "set",
+        "seq_len",
+        "mean piece",
+        "rows",
+        "bound",
+        "BFD 1000",
+        "BFD 1000 whole",
+        "BFD all",
+        "rows / bound",
+        "fill",
+    ]
     print("One stream:\n")
     show([*head, "Mtoken/s", "wait", "span", "verdict"], [line for line, _ in both])
     print("16 lanes, each against the bound and best-fit-decreasing of its own share (sums; most rows over):\n")

@@ -222,12 +222,14 @@ class Encoder:
         if self.tokenizer is None:
             return "none"
         tokenizer = self.tokenizer
-        vocabulary = sorted(tokenizer.get_vocab().items()) if hasattr(tokenizer, "get_vocab") else []
-        own = " ".join(f"{token} {token.swapcase()}" for token, _ in vocabulary[:: max(1, len(vocabulary) // 50)])
+        ids = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
+        tokens = sorted(ids, key=ids.__getitem__)
+        own = " ".join(f"{token} {token.swapcase()}" for token in tokens[:: max(1, len(tokens) // 50)])
         framing, *probe = (tokenizer(text, verbose=False)["input_ids"] for text in ("", _PROBE, own))
         eos = getattr(tokenizer, "eos_token_id", None)
-        digest = hashlib.sha256(repr((vocabulary, framing, probe, eos)).encode()).hexdigest()[:16]
-        return f"{len(vocabulary)} tokens, {digest}"
+        digest = hashlib.sha256("\n".join(tokens).encode(errors="surrogatepass"))
+        digest.update(repr((framing, probe, eos, sorted(ids.values())[-1:])).encode())
+        return f"{len(tokens)} tokens, {digest.hexdigest()[:16]}"
 
 
 def _ids_by_backend(backend: Any, texts: list[str]) -> list[list[int]]:
