@@ -6,7 +6,7 @@
  "lanes": {"0": "...", "1": "...", ...}}
 """
 
-import base64
+import binascii
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,12 +68,12 @@ class LaneState:
     def to_json(self) -> str:
         """Compact: numbers relative to `first`, the waiting ones as a bitmap from the oldest on."""
         used = max(self.waiting.find(1), 0)
-        bits = np.packbits(np.frombuffer(self.waiting[used:], dtype=np.uint8)).tobytes()
+        bits = np.packbits(np.frombuffer(self.waiting[used:], dtype=np.uint8))
         position = self.position
         # Written by hand: of many lanes, after each step, a JSON encoder takes three times as long.
         return (
             f"[[{position.epoch},{position.turn},{position.index},{position.block}],{self.first},"
-            f'"{base64.b64encode(bits).decode()}",[{used},{len(self.waiting)}],'
+            f'"{binascii.b2a_base64(bits, newline=False).decode()}",[{used},{len(self.waiting)}],'
             f"[{self.head[0] - self.first},{self.head[1]}],{_runs(self.fragments, self.first)},"
             f"{self.planned},{_integers(self.epoch)},{_integers(self.counts)},{int(self.done)}]"
         )
@@ -82,7 +82,7 @@ class LaneState:
     def from_json(text: str) -> "LaneState":
         position, first, bitmap, span, head, fragments, planned, epoch, counts, done = json.loads(text)
         used, size = span
-        bits = np.unpackbits(np.frombuffer(base64.b64decode(bitmap), dtype=np.uint8), count=size - used)
+        bits = np.unpackbits(np.frombuffer(binascii.a2b_base64(bitmap), dtype=np.uint8), count=size - used)
         return LaneState(
             position=Position(*position),
             first=first,
@@ -110,8 +110,11 @@ def _runs(fragments: Iterable[tuple[int, tuple[int, ...]]], base: int) -> str:
     runs: list[str] = []
     for number, starts in fragments:
         first, many = starts[0], len(starts)
-        step = starts[1] - first if many > 1 else 0
-        if many < 3 or starts == tuple(range(first, starts[-1] + 1, step)):
+        if many == 1:
+            runs.append(f"{number - base},{first},0,1")
+            continue
+        step = starts[1] - first
+        if many == 2 or starts == tuple(range(first, starts[-1] + 1, step)):
             runs.append(f"{number - base},{first},{step},{many}")
         else:
             runs += [f"{number - base},{start},0,1" for start in starts]
