@@ -68,7 +68,7 @@ class LaneState:
     def to_json(self) -> str:
         """Compact: numbers relative to `first`, the waiting ones as a bitmap from the oldest on."""
         used = max(self.waiting.find(1), 0)
-        bits = np.packbits(np.frombuffer(self.waiting[used:], dtype=np.uint8))
+        bits = np.packbits(np.frombuffer(self.waiting[used:], dtype=np.uint8)).tobytes()
         position = self.position
         # Written by hand: of many lanes, after each step, a JSON encoder takes three times as long.
         return (
