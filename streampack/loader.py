@@ -263,7 +263,7 @@ class PackedLoader(DataLoader[Any]):
         rows, segments, tokens, loss_tokens: made so far; examples, split: taken from the source, and cut into
         fragments; truncated_tokens; empty, no_target, bad, overlong, transform: examples left out, by reason;
         no_target_tokens: in rows left out since they held no target; padding_tokens; fill: tokens / cells; epoch:
-        epochs read, with the share of the present one; lane_rows_min, lane_rows_max: how even the lanes are.
+        epochs given, with the share of the present one; lane_rows_min, lane_rows_max: how even the lanes are.
         """
         return self._current().stats()
 

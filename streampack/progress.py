@@ -206,13 +206,14 @@ class Progress:
         }
 
     def _epoch_of(self, state: LaneState) -> float:
-        """Epochs that a lane has read, with the share of the one it is in."""
+        """Epochs that a lane has given in rows, with the share of the one it is in. What waits is not given yet."""
         epoch, first, size_before = state.epoch
         if state.done and self.epochs[1] is not None:
             return float(self.epochs[1])
         total = getattr(self.stream.source, "num_examples", None)
         size = total / self.stream.lanes if total else size_before
         if size:
-            return epoch + min(1.0, (state.head[0] - first) / size)
+            given = state.head[0] - first - state.waiting.count(1)
+            return epoch + min(1.0, given / size)
         whole, dealt = divmod(self.stream.source.num_shards, self.stream.lanes)
         return state.position.epoch + state.position.turn / (whole + dealt)

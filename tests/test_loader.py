@@ -430,7 +430,7 @@ def test_the_loader_tells_about_its_last_batch_and_the_pass() -> None:
         "transform": 0,
         "padding_tokens": 1,
         "fill": 5 / 6,
-        "epoch": 1.0,
+        "epoch": 2 / 3,
         "lane_rows_min": 1,
         "lane_rows_max": 1,
     }
