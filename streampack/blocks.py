@@ -37,10 +37,9 @@ class ShardReader:
         self.needed = needed
         self._chunks: OrderedDict[tuple[int, int], tuple[Chunk, int]] = OrderedDict()
         self._bytes = 0
-        self._readers: OrderedDict[tuple[int, int], Iterator[Chunk]] = (
-            OrderedDict()
-        )  # of shared chunks, by the next one
-        self._open: OrderedDict[tuple[int, int], Iterator[Chunk]] = OrderedDict()  # of pieces, by the next index
+        # Readers that wait to go on: of shared chunks by the number of the next one, of pieces by the next index.
+        self._readers: OrderedDict[tuple[int, int], Iterator[Chunk]] = OrderedDict()
+        self._open: OrderedDict[tuple[int, int], Iterator[Chunk]] = OrderedDict()
 
     def chunk(self, shard: int, number: int) -> Chunk:
         """Examples number * CHUNK ... of a shard that lanes share; fewer than CHUNK at its end, none after it."""

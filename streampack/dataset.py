@@ -200,10 +200,7 @@ class PackedDataset(IterableDataset[PackedRow]):
             if given.row is not None:
                 yield self.as_dict(given.row)
                 if self._progress is not progress:
-                    raise StateError(
-                        "a state was loaded, or another pass begun, while this pass was running; go on with a new "
-                        "pass: iter(dataset)"
-                    )
+                    raise overtaken("dataset")
         progress.ended = True
 
     def as_dict(self, row: Row) -> PackedRow:
@@ -289,6 +286,13 @@ class PackedDataset(IterableDataset[PackedRow]):
         self.loaded = dict(state)
         self._progress = None
         self.passes.load(next_epoch=start.first_epoch + (self.stream.epochs or 1))
+
+
+def overtaken(what: str) -> StateError:
+    """The error of a running pass that a load or another pass has made void."""
+    return StateError(
+        f"a state was loaded, or another pass begun, while this pass was running; go on with a new pass: iter({what})"
+    )
 
 
 def warn_if_loaded(state: Mapping[str, Any], epoch: int) -> None:

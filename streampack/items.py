@@ -117,8 +117,9 @@ class ItemReader:
             found_any = not fresh
             for block in self.blocks.epoch(position):
                 self.opened.append((number, block.position))
-                found_any = found_any or any(is_used(number + place) for place in range(len(block)))
-                for batch in self._batches(block, number, is_used):
+                wanted = [place for place in range(len(block)) if not is_used(number + place)]
+                found_any = found_any or len(wanted) < len(block)
+                for batch in self._batches(block, number, wanted):
                     found_any = found_any or any(isinstance(item, Item) for item in batch)
                     yield batch
                 number += len(block)
@@ -130,9 +131,8 @@ class ItemReader:
             position = Position(position.epoch + 1, 0, 0, 0)
             fresh = True
 
-    def _batches(self, block: Block, number: int, is_used: Callable[[int], bool]) -> Iterator[list[Item | Dropped]]:
+    def _batches(self, block: Block, number: int, wanted: list[int]) -> Iterator[list[Item | Dropped]]:
         order = self._order(block)
-        wanted = [place for place in range(len(block)) if not is_used(number + place)]
         for first in range(0, len(wanted), self.encoder.batch):
             places = wanted[first : first + self.encoder.batch]
             yield self._encode(block, [number + place for place in places], [int(order[place]) for place in places])

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from streampack.ahead import work_ahead
 from streampack.collate import Batch, Collator, LayoutName, PackedRow
-from streampack.dataset import PackedDataset, warn_if_loaded
+from streampack.dataset import PackedDataset, overtaken, warn_if_loaded
 from streampack.hosting import Given, Message, in_order
 from streampack.messages import Messages, quiet_fork
 from streampack.progress import Progress, Start
@@ -120,10 +120,7 @@ class PackedLoader(DataLoader[Any]):
 
     def _check_current(self, progress: Progress) -> None:
         if self._progress is not progress or self.packed.passes.loads != self._loads:
-            raise StateError(
-                "a state was loaded, or another pass begun, while this pass was running; go on with a new pass: "
-                "iter(loader)"
-            )
+            raise overtaken("loader")
 
     def _start(self) -> Start:
         """Where the next pass begins. The dataset counts epochs, so its `set_epoch` and loaded state hold here too."""
