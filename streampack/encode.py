@@ -12,8 +12,9 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
+from streampack.sources import Fault, FaultReason
 from streampack.tables import Block
-from streampack.token_ids import Encoded, Fault, IdReader, needed, show
+from streampack.token_ids import Encoded, IdReader, needed, show
 
 Overlong = Literal["auto", "split", "truncate", "drop", "error"]
 Reason = Literal["empty", "no_target", "bad", "overlong", "transform"]
@@ -107,7 +108,8 @@ class Encoder:
         for text in texts:
             if isinstance(text, str):
                 usable.append(text)
-            found.append(Fault(f"{self.text_column!r} is {show(text)}, not text"))
+            reason: FaultReason = "null" if text is None else "malformed" if isinstance(text, str) else "type"
+            found.append(Fault(reason, f"{self.text_column!r} is {show(text)}, not text"))
         try:
             batch = self._ids_of(usable)
         except (TypeError, UnicodeError):  # lone surrogates, which are no text: find them, and go on without
@@ -207,9 +209,9 @@ class Encoder:
             raise ValueError(f"{block.where(pick)}: the example has no tokens; pass empty='drop' to leave it out")
         return "empty"
 
-    def _bad(self, block: Block, pick: int, fault: str) -> Reason:
+    def _bad(self, block: Block, pick: int, fault: Fault) -> Reason:
         if self.policies.bad == "error":
-            raise ValueError(f"{block.where(pick)}: {fault}; mend the data, or pass bad='drop' to leave it out")
+            raise ValueError(f"{block.where(pick)}: {fault.what}; mend the data, or pass bad='drop' to leave it out")
         return "bad"
 
     def fingerprint(self) -> str:

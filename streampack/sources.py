@@ -19,11 +19,31 @@ It may yield `pyarrow.Table`s of consecutive examples instead of single ones: th
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import pyarrow as pa
 
 Example = Mapping[str, Any]
+
+FaultReason = Literal["malformed", "cut_short", "null", "missing", "type", "ragged", "labels", "padded", "vocabulary"]
+FAULTS: tuple[FaultReason, ...] = get_args(FaultReason)
+"""Why an example is bad: it cannot be parsed (JSON, UTF-8); its file ends early; a column is null, not there, of a
+wrong type, ragged; labels contradict the ids; it is padded; ids are outside of the vocabulary."""
+
+
+class Fault:
+    """What is wrong with an example, with the value. A source yields one in the place of an example that it cannot
+    read, so that those after it keep their indices; `bad=` says what happens to it."""
+
+    __slots__ = ("reason", "what")
+
+    def __init__(self, reason: FaultReason, what: str) -> None:
+        assert reason in FAULTS
+        self.reason = reason
+        self.what = what
+
+    def __repr__(self) -> str:
+        return f"Fault({self.reason!r}, {self.what!r})"
 
 
 @runtime_checkable
@@ -31,7 +51,8 @@ class Source(Protocol):
     """What streampack asks of a source.
 
     Optional: `num_examples` (int or None), from which statistics say the share of an epoch; `random_access` (bool),
-    where seeking and reading single examples cost nothing; `locate(shard, index)`, see `locate`.
+    where seeking and reading single examples cost nothing; `locate(shard, index)`, see `locate`; `prefetch(shard)`,
+    called when a lane begins a shard with the one that it reads next, to fetch it in the background.
     """
 
     @property
@@ -42,7 +63,7 @@ class Source(Protocol):
     def num_shards(self) -> int:
         """How many shards there are; at least 1."""
 
-    def read(self, shard: int, start: int) -> Iterator[Example | pa.Table]:
+    def read(self, shard: int, start: int) -> Iterator[Example | Fault | pa.Table]:
         """The examples `start`, `start + 1`, ... of a shard, in a fixed order, to its end."""
 
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from streampack.rows import IGNORE
+from streampack.sources import Fault
 from streampack.tables import Block, is_list_like, list_columns
 
 MASKS = ("completion_mask", "assistant_masks", "loss_mask")
@@ -34,12 +35,6 @@ class Encoded:
     """bool [tokens], or None: every token is a target."""
     truncated: int = 0
     """Tokens cut off by overlong="truncate"."""
-
-
-class Fault(str):
-    """What is wrong with an example, with the value."""
-
-    __slots__ = ()
 
 
 def needed(table: pa.Table) -> list[str]:
@@ -119,42 +114,45 @@ class IdReader:
 def _read(ids: Any, *, name: str | None = None, targets: Any = None, attention: Any = None) -> Encoded | Fault:
     fault = _fault_in_ids(ids)
     if fault is None and attention is not None and not np.all(attention):
-        fault = "attention_mask has zeros: the example is padded; tokenize without padding"
+        fault = Fault("padded", "attention_mask has zeros: the example is padded; tokenize without padding")
     if fault is None and name is not None:
         fault = _fault_in_targets(name, targets, ids)
     if fault is not None:
-        return Fault(fault)
+        return fault
     tokens = ids.astype(np.int32, copy=False)
     if name is None:
         return Encoded(tokens, None)
     return Encoded(tokens, targets != IGNORE if name == "labels" else targets.astype(bool))
 
 
-def _fault_in_ids(ids: Any) -> str | None:
+def _fault_in_ids(ids: Any) -> Fault | None:
     if ids is None:
-        return "'input_ids' is null"
+        return Fault("null", "'input_ids' is null")
     if not isinstance(ids, np.ndarray) or ids.ndim != 1 or (ids.dtype.kind not in "iu" and len(ids)):
-        return f"'input_ids' is {show(ids)}, not one list of integers"
+        return Fault("type", f"'input_ids' is {show(ids)}, not one list of integers")
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) <= _MOST:
-        return f"'input_ids' holds {int(ids.min())} .. {int(ids.max())}, outside 0 .. {_MOST}"
+        return Fault("vocabulary", f"'input_ids' holds {int(ids.min())} .. {int(ids.max())}, outside 0 .. {_MOST}")
     return None
 
 
-def _fault_in_targets(name: str, targets: Any, ids: npt.NDArray[Any]) -> str | None:
+def _fault_in_targets(name: str, targets: Any, ids: npt.NDArray[Any]) -> Fault | None:
+    if targets is None:
+        return Fault("null", f"{name!r} is null")
     if not isinstance(targets, np.ndarray) or targets.ndim != 1 or (targets.dtype.kind not in "iub" and len(targets)):
-        return f"{name!r} is {show(targets)}, not one list of integers"
+        return Fault("type", f"{name!r} is {show(targets)}, not one list of integers")
     if len(targets) != len(ids):
-        return f"{name!r} has {len(targets)} entries for {len(ids)} input_ids"
+        return Fault("ragged", f"{name!r} has {len(targets)} entries for {len(ids)} input_ids")
     if name == "labels":
         wrong = np.flatnonzero((targets != IGNORE) & (targets != ids))
         if len(wrong):
             at = int(wrong[0])
-            return (
+            return Fault(
+                "labels",
                 f"'labels' holds {int(targets[at])} at token {at}, where input_ids holds {int(ids[at])}: labels are "
-                f"not shifted here, each is the id at its own place or {IGNORE}"
+                f"not shifted here, each is the id at its own place or {IGNORE}",
             )
     elif len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) <= 1:
-        return f"{name!r} holds {int(targets.min())} .. {int(targets.max())}, not 0 and 1"
+        return Fault("labels", f"{name!r} holds {int(targets.min())} .. {int(targets.max())}, not 0 and 1")
     return None
 
 

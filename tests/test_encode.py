@@ -451,7 +451,7 @@ def test_masks_come_from_any_arrow_type(kind, inner):
 BAD_TARGETS = [
     ("labels", [2], "'labels' has 1 entries for 2 input_ids"),
     ("labels", [-100, 2, 3], "'labels' has 3 entries for 2 input_ids"),
-    ("labels", None, "'labels' is NoneType None, not one list of integers"),
+    ("labels", None, "'labels' is null"),
     ("labels", [-100.0, 2.0], "'labels' is ndarray [-100.0, 2.0], not one list of integers"),
     ("labels", [[-100, 2]], "'labels' is ndarray [[-100, 2]], not one list of integers"),
     ("labels", [[-100], [2, 3]], "'labels' is list [[-100], [2, 3]], not one list of integers"),
