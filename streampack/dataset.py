@@ -2,22 +2,21 @@
 
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from torch.utils.data import IterableDataset, get_worker_info
 
 from streampack.collate import PackedRow, packed_row
-from streampack.encode import Encoder, Overlong, Policies
+from streampack.encode import Overlong
 from streampack.epochs import PassCounter
 from streampack.items import Transform
-from streampack.lanes import Packer
+from streampack.lane_state import COUNTS
 from streampack.packing import Packing
 from streampack.progress import Progress, Start
 from streampack.ranks import check_rank, limit_tokenizer_threads, rank_of_environment, rank_of_group, worker_of_process
 from streampack.rows import Row
-from streampack.sources import as_source, locate
-from streampack.state import COUNTS, StateError, check
-from streampack.stream import Stream
+from streampack.settings import Settings, check_numbers
+from streampack.state import StateError, check
 
 
 class PackedDataset(IterableDataset[PackedRow]):
@@ -28,12 +27,12 @@ class PackedDataset(IterableDataset[PackedRow]):
     `PackedLoader`, or in a plain DataLoader (`collate_fn=streampack.Collator(...)`).
 
     Args:
-        source: a `datasets.IterableDataset` or `Dataset`, a list or map-style dataset, `FunctionSource`, or any object
-            with `name`, `num_shards` and `read(shard, start)`.
+        source: a `datasets.IterableDataset` or `Dataset`, a list or map-style dataset, `FunctionSource`, any object
+            with `name`, `num_shards` and `read(shard, start)`, or a `Mixture` of such.
         tokenizer: a Transformers tokenizer for examples with text; None for examples that have `input_ids` (and, if
             not every token is a target, `labels`, `completion_mask`, `assistant_masks` or `loss_mask`).
         seq_len: tokens in a row.
-        text_column: the column of text.
+        text_column: the column of text; of a Mixture also {source: column}.
         lanes: a multiple of every number of ranks you may ever use; part of the stream's identity. Few for a small
             set: each lane ends with a part-filled row.
         buffer_size: examples that wait in each lane to be packed, at least; identity.
@@ -48,10 +47,14 @@ class PackedDataset(IterableDataset[PackedRow]):
             cut at row ends, and still isolated from each other).
         append_eos: "auto": end each text with eos_token_id unless it does already; True: the same, and an error if
             the tokenizer has none; False: as the tokenizer makes it.
-        empty, no_target, bad: examples without tokens, without targets, or that cannot be read (null, wrong type,
-            ragged): "drop" (counted in the statistics) or "error". no_target="keep" packs them.
+        empty, no_target, bad: examples without tokens, without targets, or that cannot be used (malformed, null, no
+            such column, wrong type, ragged ...): "drop" (counted in the statistics, by reason) or "error".
+            no_target="keep" packs them.
+        max_bad_share: with bad="drop": an error where more than this share of the examples is bad, looked at in each
+            lane once it has left out 10.
+        vocab_size: of examples that have `input_ids`: ids from it on are bad; None: any id.
         transform: a function on single examples (dicts), applied after seeking, so that it never runs again for
-            examples that are used; returning None leaves one out.
+            examples that are used; returning None leaves one out. Of a Mixture also {source: function}.
         max_example_len: longest example (or fragment) in tokens; default seq_len.
         max_examples_per_row: most examples in a row.
         pad_to_multiple_of: pad each example to a multiple of this many cells.
@@ -70,7 +73,7 @@ class PackedDataset(IterableDataset[PackedRow]):
         tokenizer: Any = None,
         *,
         seq_len: int,
-        text_column: str = "text",
+        text_column: str | Mapping[str, str] = "text",
         lanes: int = 16,
         buffer_size: int = 256,
         shuffle: bool = True,
@@ -83,7 +86,9 @@ class PackedDataset(IterableDataset[PackedRow]):
         empty: Literal["drop", "error"] = "drop",
         no_target: Literal["drop", "keep", "error"] = "drop",
         bad: Literal["drop", "error"] = "error",
-        transform: Transform | None = None,
+        max_bad_share: float = 0.01,
+        vocab_size: int | None = None,
+        transform: Transform | Mapping[str, Transform] | None = None,
         max_example_len: int | None = None,
         max_examples_per_row: int | None = None,
         pad_to_multiple_of: int | None = None,
@@ -92,83 +97,39 @@ class PackedDataset(IterableDataset[PackedRow]):
         world_size: int | None = None,
         source_name: str | None = None,
     ) -> None:
-        _check_numbers(
-            {
-                "seq_len": (seq_len, 2),
-                "lanes": (lanes, 1),
-                "buffer_size": (buffer_size, 1),
-                "shuffle_block": (shuffle_block, 1),
-                "seed": (seed, 0),
-                "epochs": (epochs, 1),
-                "max_example_len": (max_example_len, 2),
-                "max_examples_per_row": (max_examples_per_row, 1),
-                "pad_to_multiple_of": (pad_to_multiple_of, 1),
-                "pad_token_id": (pad_token_id, 0),
-                "rank": (rank, 0),
-                "world_size": (world_size, 1),
-            }
-        )
-        _check_choices(
-            {
-                "overlong": (overlong, get_args(Overlong)),
-                "packing": (packing, get_args(Packing)),
-                "append_eos": (append_eos, (True, False, "auto")),
-                "empty": (empty, ("drop", "error")),
-                "no_target": (no_target, ("drop", "keep", "error")),
-                "bad": (bad, ("drop", "error")),
-            }
-        )
-        multiple = pad_to_multiple_of or 1
-        _check_lengths(seq_len, max_example_len, multiple, packing)
-        _check_kinds(text_column=text_column, source_name=source_name or "", transform=transform)
-        if (rank is None) != (world_size is None):
-            raise ValueError(f"rank={rank!r}, world_size={world_size!r}: pass both or neither")
-        if rank is not None and world_size is not None:
-            check_rank(rank, world_size, lanes=lanes)
-        if tokenizer is not None and not callable(tokenizer):
-            raise TypeError(f"tokenizer is {type(tokenizer).__name__}, not a Transformers tokenizer (or None)")
-        # `wrapped` cuts examples where rows end, so none is too long unless a policy or a limit says so.
-        cuts_anyway = packing == "wrapped" and max_example_len is None and overlong in ("auto", "split")
-        encoder = Encoder(
-            tokenizer,
+        settings = Settings(
+            seq_len=seq_len,
             text_column=text_column,
-            append_eos=append_eos,
-            limit=None if cuts_anyway else max_example_len or seq_len,
-            policies=Policies(overlong=overlong, empty=empty, no_target=no_target, bad=bad),
-            cuts_any=packing == "wrapped",
-        )
-        self.seq_len = seq_len
-        self.pad_token_id = _pad_token_id(tokenizer) if pad_token_id is None else pad_token_id
-        self.stream = Stream(
-            source=as_source(source, lanes=lanes, name=source_name),
-            encoder=encoder,
-            packer=Packer(
-                seq_len=seq_len,
-                buffer_size=buffer_size,
-                packing=packing,
-                max_examples=max_examples_per_row,
-                pad_to_multiple_of=multiple,
-                pad_token_id=self.pad_token_id,
-                keep_no_target=no_target == "keep",
-            ),
-            transform=transform,
             lanes=lanes,
+            buffer_size=buffer_size,
             shuffle=shuffle,
             shuffle_block=shuffle_block,
             seed=seed,
             epochs=epochs,
+            overlong=overlong,
+            packing=packing,
+            append_eos=append_eos,
+            empty=empty,
+            no_target=no_target,
+            bad=bad,
+            max_bad_share=max_bad_share,
+            vocab_size=vocab_size,
+            transform=transform,
             max_example_len=max_example_len,
-            names={
-                "text_column": text_column if tokenizer is not None else None,
-                "append_eos": append_eos,
-                "overlong": overlong,
-                "empty": empty,
-                "no_target": no_target,
-                "bad": bad,
-                "pad_token_id": self.pad_token_id,
-                "transform": _function_name(transform),
-            },
+            max_examples_per_row=max_examples_per_row,
+            pad_to_multiple_of=pad_to_multiple_of,
+            pad_token_id=pad_token_id,
+            source_name=source_name,
         )
+        settings.check()
+        check_numbers({"rank": (rank, 0), "world_size": (world_size, 1)})
+        if (rank is None) != (world_size is None):
+            raise ValueError(f"rank={rank!r}, world_size={world_size!r}: pass both or neither")
+        if rank is not None and world_size is not None:
+            check_rank(rank, world_size, lanes=lanes)
+        self.seq_len = seq_len
+        self.stream = settings.stream(source, tokenizer)
+        self.pad_token_id = self.stream.packer.pad_token_id
         self._rank = None if rank is None or world_size is None else (rank, world_size)
         self._rank_of_parent: tuple[int, int] | None = None
         self.passes = PassCounter()
@@ -210,8 +171,7 @@ class PackedDataset(IterableDataset[PackedRow]):
 
     def examples_of(self, row: Row) -> list[tuple[str, int | str, int]]:
         """(source, shard, index) of each example in a row."""
-        source = self.stream.source
-        return [(source.name, *locate(source, shard, index)) for shard, index in row.origin[:, 1:3].tolist()]
+        return [self.stream.place(shard, index) for shard, index in row.origin[:, 1:3].tolist()]
 
     def _start(self, worker: int, num_workers: int) -> Start:
         if get_worker_info() is not None:
@@ -248,7 +208,7 @@ class PackedDataset(IterableDataset[PackedRow]):
 
     def set_epoch(self, epoch: int) -> None:
         """The next pass begins with this epoch, also in persistent workers. (A loaded state goes first.)"""
-        _check_numbers({"epoch": (epoch, 0)})
+        check_numbers({"epoch": (epoch, 0)})
         if self.loaded is not None:
             warn_if_loaded(self.loaded, epoch)
         self.passes.set(epoch)
@@ -303,47 +263,3 @@ def warn_if_loaded(state: Mapping[str, Any], epoch: int) -> None:
             f"epoch {state['pass'][0]}",
             stacklevel=3,
         )
-
-
-def _pad_token_id(tokenizer: Any) -> int:
-    for name in ("pad_token_id", "eos_token_id"):
-        token = getattr(tokenizer, name, None)
-        if token is not None:
-            return int(token)
-    return 0
-
-
-def _function_name(function: Any) -> str | None:
-    return None if function is None else getattr(function, "__qualname__", type(function).__qualname__)
-
-
-def _check_numbers(numbers: Mapping[str, tuple[int | None, int]]) -> None:
-    """Each is name: (value, least); None is an argument that was left out."""
-    for name, (value, least) in numbers.items():
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            raise TypeError(f"{name}={value!r} is {type(value).__name__}, not an int")
-        if value is not None and not least <= value < 1 << 31:
-            raise ValueError(f"{name}={value}: must be at least {least}" + (", below 2**31" if value > least else ""))
-
-
-def _check_kinds(*, text_column: Any, source_name: Any, transform: Any) -> None:
-    for name, value in (("text_column", text_column), ("source_name", source_name)):
-        if not isinstance(value, str):
-            raise TypeError(f"{name}={value!r} is {type(value).__name__}, not a str")
-    if transform is not None and not callable(transform):
-        raise TypeError(f"transform={transform!r} is {type(transform).__name__}, not a function")
-
-
-def _check_choices(choices: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> None:
-    for name, (choice, allowed) in choices.items():
-        if choice not in allowed:
-            raise ValueError(f"{name}={choice!r}: pass one of {', '.join(map(repr, allowed))}")
-
-
-def _check_lengths(seq_len: int, max_example_len: int | None, multiple: int, packing: str) -> None:
-    if seq_len % multiple:
-        raise ValueError(f"seq_len={seq_len} is not a multiple of pad_to_multiple_of={multiple}")
-    if multiple > 1 and packing == "wrapped":
-        raise ValueError("packing='wrapped' cuts examples anywhere, so pad_to_multiple_of cannot hold; use another")
-    if max_example_len is not None and max_example_len > seq_len and packing != "wrapped":
-        raise ValueError(f"max_example_len={max_example_len} does not fit into seq_len={seq_len}")

@@ -1,7 +1,7 @@
 """Encoding: from examples (a text column, or token ids) to ids in int32 and, where not all are targets, a mask.
 
 What cannot be used is left out by a named policy and counted by its reason: `empty` (no tokens), `no_target` (labels or
-a mask that leave nothing to learn), `bad` (null, wrong type, ragged), `overlong` (more than max_example_len tokens).
+a mask that leave nothing to learn), `overlong` (more than max_example_len tokens), `bad` (see `sources.FAULTS`).
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from streampack.tables import Block
 from streampack.token_ids import Encoded, IdReader, needed, show
 
 Overlong = Literal["auto", "split", "truncate", "drop", "error"]
-Reason = Literal["empty", "no_target", "bad", "overlong", "transform"]
+Reason = Literal["empty", "no_target", "overlong"]
 
 _PROBE = "Hello  WORLD,\n\tdon't 12345 été ﬁ 日本 🙂"
 _NO_LIMIT = 1 << 62
@@ -42,6 +42,7 @@ class Encoder:
         append_eos: "auto": append eos_token_id where the tokenizer has one and the ids do not end with it already;
             True: the same, but a tokenizer without one is an error; False: leave the ids as the tokenizer makes them.
         limit: tokens an example may have (before `split` cuts it); None: any number.
+        vocab_size: of examples that have `input_ids`: ids from it on are bad; None: any id.
         cuts_any: packing may cut examples of any length (`wrapped`), as well as `split` those over the limit.
         policies: what to do with the rest.
     """
@@ -55,6 +56,7 @@ class Encoder:
         limit: int | None,
         policies: Policies,
         cuts_any: bool = False,
+        vocab_size: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.text_column = text_column
@@ -65,7 +67,8 @@ class Encoder:
         if append_eos is True and self.eos is None:
             raise ValueError("append_eos=True, but the tokenizer has no eos_token_id; set tokenizer.eos_token")
         self.bos = getattr(tokenizer, "bos_token_id", None)
-        self._id_reader = IdReader()
+        self.vocab_size = vocab_size
+        self._id_reader = IdReader(vocab_size=vocab_size)
         self._specials: int | None = None
         # Whether the Rust tokenizer inside gives the ids of the Python one around it, as it does unless that one is
         # special; it is about a sixth faster. Found out on the first batch.
@@ -84,11 +87,11 @@ class Encoder:
         must = self.text_column if self.tokenizer is not None else "input_ids"
         return wanted if must in table.column_names else list(table.column_names)
 
-    def encode(self, block: Block, picks: Sequence[int]) -> list[Encoded | Reason]:
-        """The tokens of the picked examples of a block, or the reason why one is left out.
+    def encode(self, block: Block, picks: Sequence[int]) -> list[Encoded | Reason | Fault]:
+        """The tokens of the picked examples of a block, or why one is left out.
 
         Raises:
-            ValueError: where a policy says "error", or a column is missing; names the example and the remedy.
+            ValueError: where a policy says "error"; names the example and the remedy.
         """
         if not len(picks):
             return []
@@ -103,13 +106,8 @@ class Encoder:
 
     def _tokenize(self, block: Block, picks: Sequence[int]) -> list[Encoded | Fault]:
         texts = block.column(self.text_column, hint="pass text_column='...'").take(picks)
-        found: list[Encoded | Fault] = []
-        usable = []
-        for text in texts:
-            if isinstance(text, str):
-                usable.append(text)
-            reason: FaultReason = "null" if text is None else "malformed" if isinstance(text, str) else "type"
-            found.append(Fault(reason, f"{self.text_column!r} is {show(text)}, not text"))
+        usable = [text for text in texts if isinstance(text, str)]
+        bad: set[str] = set()
         try:
             batch = self._ids_of(usable)
         except (TypeError, UnicodeError):  # lone surrogates, which are no text: find them, and go on without
@@ -117,12 +115,17 @@ class Encoder:
             if not bad:
                 raise
             batch = self._ids_of([text for text in usable if text not in bad])
-            texts = [None if isinstance(text, str) and text in bad else text for text in texts]
-        ids_of_usable = iter(batch)
-        for place, text in enumerate(texts):
-            if isinstance(text, str):
-                found[place] = self._framed(next(ids_of_usable))
-        return found
+        ids = iter(batch)
+        return [
+            self._framed(next(ids)) if isinstance(text, str) and not (bad and text in bad) else self._not_text(text)
+            for text in texts
+        ]
+
+    def _not_text(self, value: Any) -> Fault:
+        if isinstance(value, Fault):
+            return value
+        reason: FaultReason = "null" if value is None else "malformed" if isinstance(value, str) else "type"
+        return Fault(reason, f"{self.text_column!r} is {show(value)}, not text")
 
     def _ids_of(self, texts: list[str]) -> list[list[int]]:
         """One call of the tokenizer for all texts; its own rule says which special tokens it adds."""
@@ -164,9 +167,13 @@ class Encoder:
 
     # ---- policies ------------------------------------------------------------------------------------------------
 
-    def _judge(self, example: Encoded | Fault, block: Block, pick: int) -> Encoded | Reason:
+    def _judge(self, example: Encoded | Fault, block: Block, pick: int) -> Encoded | Reason | Fault:
         if isinstance(example, Fault):
-            return self._bad(block, pick, example)
+            if self.policies.bad == "error":
+                raise ValueError(
+                    f"{block.where(pick)}: {example.what}; mend the data, or pass bad='drop' to leave it out"
+                )
+            return example
         if len(example.ids) == 0:
             return self._empty(block, pick)
         if self.cuts_any and example.targets is not None and self.policies.overlong != "split":
@@ -208,11 +215,6 @@ class Encoder:
         if self.policies.empty == "error":
             raise ValueError(f"{block.where(pick)}: the example has no tokens; pass empty='drop' to leave it out")
         return "empty"
-
-    def _bad(self, block: Block, pick: int, fault: Fault) -> Reason:
-        if self.policies.bad == "error":
-            raise ValueError(f"{block.where(pick)}: {fault.what}; mend the data, or pass bad='drop' to leave it out")
-        return "bad"
 
     def fingerprint(self) -> str:
         """Names the tokenizer by what decides the ids: vocabulary, special tokens and what it makes of a probe."""

@@ -9,9 +9,10 @@ With 4 lanes, 2 ranks, 2 workers, from row 0: rank 1 hosts lanes 1 and 3; its wo
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from streampack.items import Bad
+from streampack.lane_state import LaneState
 from streampack.lanes import Lane
 from streampack.rows import Row
-from streampack.state import LaneState
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class Given:
     lane: int
     row: Row | None
     state: LaneState
+    bad: tuple[Bad, ...] = ()
+    """Bad examples that were left out on the way to this row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,8 @@ class Host:
                         continue
                     lane = open_lanes.get(place) or open_lanes.setdefault(place, open_lane(mine[place]))
                     row = lane.next_row()
-                    given.append(Given(cycle, place, mine[place], row, lane.state()))
+                    given.append(Given(cycle, place, mine[place], row, lane.state(), tuple(lane.bad)))
+                    lane.bad.clear()
                     if row is None:
                         del mine[place], open_lanes[place]
                 yield Message(self.worker, (cycle, part), given, not mine)

@@ -5,7 +5,7 @@ an example, so an example that waits can be found again by its number without en
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,12 @@ import numpy.typing as npt
 from streampack.blocks import BlockReader
 from streampack.encode import Encoder
 from streampack.order import permutation
-from streampack.sources import Example
+from streampack.sources import Example, Fault, FaultReason
 from streampack.tables import Block, Position
 from streampack.token_ids import Encoded
 
 Transform = Callable[[Example], Example | None]
+_NO_LIMIT = 1 << 62
 _SHUFFLE = 16  # keeps the random streams of blocks apart from those of dealing
 
 
@@ -27,29 +28,47 @@ class Item:
     """A waiting example, or what waits of it: a fragment, or with `wrapped` packing its rest."""
 
     number: int
+    """Of its example among those that the lane takes from this source."""
     start: int
     """Its first token in the example."""
     ids: npt.NDArray[np.int32]
     targets: npt.NDArray[np.bool_] | None
     cells: int
     """Cells that it takes in a row: its tokens, rounded up to pad_to_multiple_of."""
-    place: tuple[int, int, int]
-    """(epoch, shard, index)"""
+    origin: tuple[int, int, int, int, int]
+    """(epoch, shard, index, first token, tokens)"""
     is_last: bool
     """No fragment of the example comes after it."""
     truncated: int = 0
     """Tokens of the example that were cut off."""
+    feed: int = 0
+    """Which of the sources of a mixture it is from."""
+    age: int = 0
+    """How many examples the lane had taken before its own, from all sources: less is older."""
 
     def cut(self, tokens: int) -> "tuple[Item, Item]":
         """The first `tokens` tokens, and the rest."""
         first, rest = slice(0, tokens), slice(tokens, None)
-        targets = self.targets
+        targets, (epoch, shard, index, start, all_tokens) = self.targets, self.origin
         return (
-            Item(self.number, self.start, self.ids[first], None if targets is None else targets[first], tokens,
-                 self.place, False, self.truncated),
-            Item(self.number, self.start + tokens, self.ids[rest], None if targets is None else targets[rest],
-                 self.cells - tokens, self.place, self.is_last),
-        )  # fmt: skip
+            replace(
+                self,
+                ids=self.ids[first],
+                targets=None if targets is None else targets[first],
+                cells=tokens,
+                origin=(epoch, shard, index, start, tokens),
+                is_last=False,
+            ),
+            replace(
+                self,
+                start=self.start + tokens,
+                ids=self.ids[rest],
+                targets=None if targets is None else targets[rest],
+                cells=self.cells - tokens,
+                origin=(epoch, shard, index, start + tokens, all_tokens - tokens),
+                truncated=0,
+            ),
+        )
 
 
 @dataclass(slots=True)
@@ -58,14 +77,27 @@ class Dropped:
 
     number: int
     reason: str
-    place: tuple[int, int, int]
+    epoch: int
+    fault: "Bad | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class Bad:
+    """An example that could not be used: for the list of those that were left out."""
+
+    epoch: int
+    shard: int
+    index: int
+    reason: FaultReason
+    what: str
 
 
 class ItemReader:
-    """The items of one lane.
+    """The items that one lane takes from one source.
 
     Args:
         lane: its number.
+        feed: which of the sources of a mixture this is, and `first_shard`: the number of its shard 0 among all.
         blocks: reads its blocks.
         encoder: makes tokens of examples.
         transform: a user's function on single examples, applied after seeking, so never to examples that are used;
@@ -86,8 +118,12 @@ class ItemReader:
         seed: int,
         limit: int | None,
         multiple: int,
+        feed: int = 0,
+        first_shard: int = 0,
     ) -> None:
         self.lane = lane
+        self.feed = feed
+        self.first_shard = first_shard
         self.blocks = blocks
         self.encoder = encoder
         self.transform = transform
@@ -124,9 +160,13 @@ class ItemReader:
                     yield batch
                 number += len(block)
             if stop_epoch is None and not found_any:
+                source = self.blocks.reader.source
+                count = getattr(source, "num_examples", None)
+                size = f" (of {count} examples)" if count is not None else ""
                 raise ValueError(
-                    f"lane {self.lane} got no usable example in epoch {position.epoch}, so an endless stream could "
-                    "not go on in order; use fewer lanes (lanes=...), or more data"
+                    f"lane {self.lane} of {self.blocks.deal.lanes} got no usable example from source {source.name!r}"
+                    f"{size} in epoch {position.epoch}, so an endless stream could not go on in order; use fewer lanes "
+                    "(lanes=...), or more data"
                 )
             position = Position(position.epoch + 1, 0, 0, 0)
             fresh = True
@@ -148,27 +188,34 @@ class ItemReader:
         if self.transform is not None:
             kept, rows = self._transform(block, picks)
         encoded = iter(self.encoder.encode(kept, [row for row in rows if row is not None]))
-        shards, indices = block.shards[picks].tolist(), block.indices[picks].tolist()
+        shards, indices = (block.shards[picks] + self.first_shard).tolist(), block.indices[picks].tolist()
+        epoch, limit, multiple, feed = block.position.epoch, self.limit or _NO_LIMIT, self.multiple, self.feed
         found: list[Item | Dropped] = []
         for number, row, shard, index in zip(numbers, rows, shards, indices, strict=True):
             example = "transform" if row is None else next(encoded)
-            place = (block.position.epoch, shard, index)
-            if isinstance(example, str):
-                found.append(Dropped(number, example, place))
-            elif self.limit is None or len(example.ids) <= self.limit:
-                cells = -(-len(example.ids) // self.multiple) * self.multiple
-                found.append(Item(number, 0, example.ids, example.targets, cells, place, True, example.truncated))
+            if isinstance(example, Encoded):
+                tokens = len(example.ids)
+                if tokens <= limit:
+                    cells, origin = -(-tokens // multiple) * multiple, (epoch, shard, index, 0, tokens)
+                    found.append(
+                        Item(number, 0, example.ids, example.targets, cells, origin, True, example.truncated, feed)
+                    )
+                else:
+                    found.extend(self._fragments(number, example, (epoch, shard, index), limit))
+            elif isinstance(example, Fault):
+                bad = Bad(epoch, shard, index, example.reason, example.what)
+                found.append(Dropped(number, f"bad_{example.reason}", epoch, bad))
             else:
-                found.extend(self._fragments(number, example, place, self.limit))
+                found.append(Dropped(number, example, epoch))
         return found
 
     def _transform(self, block: Block, picks: list[int]) -> tuple[Block, list[int | None]]:
         """The transformed examples as a block of their own, and the row of each pick there, None if left out."""
         assert self.transform is not None
-        results: list[Example | None] = []
+        results: list[Example | Fault | None] = []
         for pick, example in zip(picks, block.examples(picks), strict=True):
             try:
-                results.append(self.transform(example))
+                results.append(example if isinstance(example, Fault) else self.transform(example))
             except Exception as error:
                 raise ValueError(f"{block.where(pick)}: transform raised {type(error).__name__}: {error}") from error
         count = iter(range(len(results)))
@@ -180,8 +227,8 @@ class ItemReader:
         tokens = len(example.ids)
         for start, stop in _cuts(tokens, limit):
             targets = None if example.targets is None else example.targets[start:stop]
-            cells = -(-(stop - start) // self.multiple) * self.multiple
-            yield Item(number, start, example.ids[start:stop], targets, cells, place, stop == tokens)
+            cells, origin = -(-(stop - start) // self.multiple) * self.multiple, (*place, start, stop - start)
+            yield Item(number, start, example.ids[start:stop], targets, cells, origin, stop == tokens, 0, self.feed)
 
 
 def _cuts(tokens: int, limit: int) -> list[tuple[int, int]]:

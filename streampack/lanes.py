@@ -5,67 +5,71 @@ tokens): a function of what is unused. A row is a function of the buffer. So the
 by number, and where to read them again.
 """
 
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Sequence
 
 import numpy as np
 
-from streampack.items import Dropped, Item, ItemReader
-from streampack.packing import Packing, best_fit, first_row, resolve
+from streampack.feeds import Feed
+from streampack.items import Bad, Item, ItemReader
+from streampack.lane_state import BAD, COUNTS, FeedState, LaneState
+from streampack.mixture import Mix
+from streampack.packing import Packer, best_fit, first_row, resolve
 from streampack.rows import Row
-from streampack.state import COUNTS, LaneState
 
 MIN_ROWS, MAX_ROWS = 4, 64
 """Rows of tokens in a buffer: at least, and at most."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packer:
-    """What shapes the rows of a lane; part of the stream's identity."""
-
-    seq_len: int
-    buffer_size: int = 256
-    packing: Packing = "auto"
-    max_examples: int | None = None
-    pad_to_multiple_of: int = 1
-    pad_token_id: int = 0
-    keep_no_target: bool = False
-    """Emit rows without any target too."""
+BAD_ALLOWED = 10
+"""So many bad examples a lane leaves out before it looks at their share."""
 
 
 class Lane:
     """One lane of a pass. `next_row()` gives its rows, `state()` the state after the last one.
 
     Args:
-        items: reads its items.
+        readers: read its items, one for each source.
+        mix: which source comes next; None: there is one only.
         packer: how rows are made.
         stop_epoch: the pass ends before this epoch; None: never.
         state: continue from here, or begin (`LaneState.start`).
     """
 
-    def __init__(self, items: ItemReader, *, packer: Packer, stop_epoch: int | None, state: LaneState) -> None:
+    def __init__(
+        self,
+        readers: Sequence[ItemReader],
+        *,
+        packer: Packer,
+        stop_epoch: int | None,
+        state: LaneState,
+        mix: Mix | None = None,
+    ) -> None:
         self.packer = packer
-        self.reader = items
+        self.number = readers[0].lane
         self.done = state.done
         self.stop_epoch = stop_epoch
+        self.mix = mix
         self.counts = dict(zip(COUNTS, state.counts, strict=True))
-        self._items: list[Item] = []
+        self.bad: list[Bad] = []
+        """Bad examples left out since the last row, for whoever takes the row to remove."""
+        self._given = list(state.given)
+        self._arrivals = bytearray(state.arrivals)
+        self._feeds = [
+            Feed(
+                reader,
+                stop_epoch=stop_epoch if mix is None else mix.feed_stop(stop_epoch),
+                state=feed,
+                counts=self.counts,
+                bad=self.bad,
+                arrivals=None if mix is None else self._arrivals,
+            )
+            for reader, feed in zip(readers, state.feeds, strict=True)
+        ]
+        self._items: list[Item] = []  # by age
         self._cells: list[int] = []  # of the items
         self._tokens = 0  # their sum
+        self._epochs: Counter[tuple[int, int]] = Counter()  # of a mixture: how many items of (feed, epoch) wait
         self._plan: deque[list[Item]] = deque()
         self._plan_state: LaneState | None = None  # of the buffer that was planned
-        self._waiting = bytearray(state.waiting)  # of the numbers from self._base on
-        self._base = state.first
-        self._fragments = dict(state.fragments)  # number: first tokens of what waits, ascending
-        self._head = state.head
-        self._epoch = state.epoch
-        self._start = state
-        self._next: Item | None = None
-        self._pending: deque[Item | Dropped] = deque()
-        self._stream: Iterator[list[Item | Dropped]] = items.read(
-            state.position, number=state.first, stop_epoch=stop_epoch, is_used=self._was_used
-        )
         if not self.done:
             self._restore(state)
 
@@ -73,7 +77,8 @@ class Lane:
         """The lane's next row; None at the end of the pass.
 
         Raises:
-            ValueError: for an example that a policy refuses, or an endless stream that brings this lane nothing.
+            ValueError: for an example that a policy refuses, more bad examples than may be left out, or an endless
+                stream that brings this lane nothing.
         """
         barren: int | None = None
         while not self.done:
@@ -85,15 +90,16 @@ class Lane:
                 self._make_plan()
             items = self._plan.popleft()
             row = self._row(items)
-            if row.num_loss_tokens or self.packer.keep_no_target:
-                self._count_row(row, items)
+            targets = row.num_loss_tokens
+            if targets or self.packer.keep_no_target:
+                self._count_row(row, items, targets)
                 return row
             self.counts["no_target_tokens"] += len(row.ids)
-            epoch = items[0].place[0]
+            epoch = items[0].origin[0]
             barren = epoch if barren is None else barren
             if self.stop_epoch is None and epoch > barren + 1:
                 raise ValueError(
-                    f"lane {self.reader.lane} got only rows without a target in epoch {barren + 1} of an endless stream"
+                    f"lane {self.number} got only rows without a target in epoch {barren + 1} of an endless stream"
                     "; use fewer lanes (lanes=...) or more data, or pass no_target='keep'"
                 )
         return None
@@ -103,38 +109,28 @@ class Lane:
         if not self._plan or self._plan_state is None:
             return self._buffer_state(0)
         of = self._plan_state
-        return LaneState(
-            of.position,
-            of.first,
-            of.waiting,
-            of.head,
-            of.fragments,
-            of.planned - len(self._plan),
-            of.epoch,
-            tuple(self.counts.values()),
-            False,
-        )
+        counts, given = tuple(self.counts.values()), tuple(self._given)
+        return LaneState(of.feeds, of.arrivals, of.planned - len(self._plan), counts, given, False)
 
     def _buffer_state(self, planned: int) -> LaneState:
         """The state of the buffer as it is, with `planned` rows of its plan out."""
-        oldest = self._items[0].number if self._items else self._head[0]
-        opened = self.reader.opened
-        while len(opened) > 1 and opened[1][0] <= oldest:
-            opened.pop(0)
-        first, position = opened[0] if opened else (self._start.first, self._start.position)
-        del self._waiting[: first - self._base]
-        self._base = first
-        return LaneState(
-            position,
-            first,
-            bytes(self._waiting),
-            self._head,
-            tuple(self._fragments.items()),
-            planned,
-            self._epoch,
-            tuple(self.counts.values()),
-            self.done,
-        )
+        if self.mix is None:
+            oldest = self._items[0].number if self._items else None
+            feeds: tuple[FeedState, ...] = (self._feeds[0].state(oldest),)
+        else:
+            oldest_of: dict[int, int] = {}
+            for item in self._items:
+                oldest_of.setdefault(item.feed, item.number)
+            feeds = tuple(feed.state(oldest_of.get(place)) for place, feed in enumerate(self._feeds))
+            arrived = self._arrived
+            del self._arrivals[: (self._items[0].age if self._items else arrived) - (arrived - len(self._arrivals))]
+        counts, given = tuple(self.counts.values()), tuple(self._given)
+        return LaneState(feeds, bytes(self._arrivals), planned, counts, given, self.done)
+
+    @property
+    def _arrived(self) -> int:
+        """How many examples the lane has taken, from all sources."""
+        return sum(feed.taken for feed in self._feeds)
 
     # ---- rows ----------------------------------------------------------------------------------------------------
 
@@ -143,38 +139,57 @@ class Lane:
         rows = self._plan_places()
         self._plan_state = self._buffer_state(len(rows)) if len(rows) > 1 else None
         self._plan = deque([self._items[place] for place in row] for row in rows)
-        for place in sorted((place for row in rows for place in row), reverse=True):
+        for place in sorted([place for row in rows for place in row], reverse=True):
             self._tokens -= self._cells[place]
             del self._items[place], self._cells[place]
         rest = self._cut_to_row(self._plan[-1])
         for items in self._plan:
             for item in items:
-                self._leave(item)
+                self._feeds[item.feed].leave(item)
+                if self.mix is not None:
+                    self._count_epoch(item, -1)
         if rest is not None:
             self._return(rest)
 
     def _plan_places(self) -> list[list[int]]:
         packer = self.packer
-        olds = self._left_of_epoch()
-        if olds:
+        places: Sequence[int] = range(len(self._items))
+        cells = self._cells
+        if self.mix is not None:
+            if len(self._epochs) > len({feed for feed, _ in self._epochs}):
+                places = self._without_doubles()
+                cells = [self._cells[place] for place in places]
+        elif olds := self._left_of_epoch():
             return [self._crossing_row(olds)]
         packing = resolve(packer.packing, tokens=self._tokens, count=len(self._items), seq_len=packer.seq_len)
         if packing == "best_fit":
-            ages = [self._head[0] - item.number for item in self._items]
-            return best_fit(self._cells, ages, seq_len=packer.seq_len, max_examples=packer.max_examples)
-        return [first_row(packing, self._cells, seq_len=packer.seq_len, must=1, max_examples=packer.max_examples)]
+            arrived = self._arrived
+            ages = [arrived - self._items[place].age for place in places]
+            rows = best_fit(cells, ages, seq_len=packer.seq_len, max_examples=packer.max_examples)
+        else:
+            rows = [first_row(packing, cells, seq_len=packer.seq_len, must=1, max_examples=packer.max_examples)]
+        return rows if len(cells) == len(self._cells) else [[places[place] for place in row] for row in rows]
+
+    def _without_doubles(self) -> list[int]:
+        """The items of a mixture that may go into rows: of an example that waits for two epochs the older one only."""
+        epochs: dict[tuple[int, ...], int] = {}
+        return [
+            place
+            for place, item in enumerate(self._items)
+            if epochs.setdefault(item.origin[1:3], item.origin[0]) == item.origin[0]
+        ]
 
     def _left_of_epoch(self) -> int:
         """How many items wait of the oldest epoch, if those of the next have come in behind them; else 0."""
-        epoch = self._items[0].place[0]
-        if self._items[-1].place[0] == epoch:
+        epoch = self._items[0].origin[0]
+        if self._items[-1].origin[0] == epoch:
             return 0
-        return sum(item.place[0] == epoch for item in self._items)
+        return sum(item.origin[0] == epoch for item in self._items)
 
     def _crossing_row(self, olds: int) -> list[int]:
         """The row that ends an epoch: all that waits of it, and nothing of the next that the row already holds."""
-        held = {item.place[1:] for item in self._items[:olds]}
-        places = [place for place, item in enumerate(self._items) if place < olds or item.place[1:] not in held]
+        held = {item.origin[1:3] for item in self._items[:olds]}
+        places = [place for place, item in enumerate(self._items) if place < olds or item.origin[1:3] not in held]
         row = first_row(
             resolve(self.packer.packing, tokens=0, count=1, seq_len=self.packer.seq_len),
             [self._cells[place] for place in places],
@@ -189,6 +204,8 @@ class Lane:
 
         No rest is a single token, which would have nothing to learn: then one cell of the row stays empty.
         """
+        if self.packer.packing != "wrapped":
+            return None
         over = sum(item.cells for item in items) - self.packer.seq_len
         if over <= 0:
             return None
@@ -196,34 +213,24 @@ class Lane:
         if keep <= 0:
             return items.pop()
         items[-1], rest = items[-1].cut(keep)
-        starts = self._fragments.get(rest.number, (items[-1].start,))
-        self._fragments[rest.number] = tuple(sorted({*starts, rest.start}))
+        self._feeds[rest.feed].split(items[-1], rest)
         return rest
-
-    def _leave(self, item: Item) -> None:
-        """An item goes out; its example is used up with its last one."""
-        starts = self._fragments.get(item.number)
-        if starts is not None:
-            if starts != (item.start,):
-                self._fragments[item.number] = tuple(start for start in starts if start != item.start)
-                return
-            del self._fragments[item.number]
-        self._waiting[item.number - self._base] = 0
 
     def _return(self, rest: Item) -> None:
         """Put the rest of a cut item back where its age belongs."""
-        age = rest.number, rest.start
-        later = (at for at, item in enumerate(self._items) if (item.number, item.start) > age)
+        age = rest.age, rest.start
+        later = (at for at, item in enumerate(self._items) if (item.age, item.start) > age)
         place = next(later, len(self._items))
         self._items.insert(place, rest)
         self._cells.insert(place, rest.cells)
         self._tokens += rest.cells
+        if self.mix is not None:
+            self._count_epoch(rest, 1)
 
     def _row(self, items: list[Item]) -> Row:
         lengths = np.array([item.cells for item in items], dtype=np.int64)
-        origin = np.array([(*item.place, item.start, len(item.ids)) for item in items], dtype=np.int64)
-        masked = any(item.targets is not None for item in items)
-        if self.packer.pad_to_multiple_of == 1 and not masked:
+        origin = np.array([item.origin for item in items], dtype=np.int64)
+        if self.packer.pad_to_multiple_of == 1 and all(item.targets is None for item in items):
             return Row(ids=np.concatenate([item.ids for item in items]), lengths=lengths, targets=None, origin=origin)
         # Padding to a multiple lies inside the example's segment, and is not a target.
         ids = np.full(int(lengths.sum()), self.packer.pad_token_id, dtype=np.int32)
@@ -234,98 +241,98 @@ class Lane:
             targets[cells] = True if item.targets is None else item.targets
         return Row(ids=ids, lengths=lengths, targets=targets, origin=origin)
 
-    def _count_row(self, row: Row, items: list[Item]) -> None:
-        self.counts["rows"] += 1
-        self.counts["segments"] += len(items)
-        self.counts["tokens"] += sum(len(item.ids) for item in items)
-        self.counts["loss_tokens"] += row.num_loss_tokens
+    def _count_row(self, row: Row, items: list[Item], targets: int) -> None:
+        counts = self.counts
+        counts["rows"] += 1
+        counts["segments"] += len(items)
+        counts["tokens"] += sum([item.origin[4] for item in items])
+        counts["loss_tokens"] += targets
+        if self.mix is not None:
+            for item in items:
+                self._given[item.feed] += item.origin[4]
 
     # ---- buffer --------------------------------------------------------------------------------------------------
 
     def _fill(self) -> None:
         """Let items enter until the buffer is full, or must not take more before the epoch is finished."""
         size, row = self.packer.buffer_size, self.packer.seq_len
-        while self._tokens < MAX_ROWS * row and (len(self._items) < size or self._tokens < MIN_ROWS * row):
-            if self._next is None:
-                self._next = self._next_item()
-            if self._next is None or not self._may_enter(self._next):
-                return
-            self._enter(self._next)
-            self._next = None
+        items, cells = self._items, self._cells
+        while self._tokens < MAX_ROWS * row and (len(items) < size or self._tokens < MIN_ROWS * row):
+            feed = self._next_feed()
+            if feed is None:
+                break
+            item = feed.enter()
+            item.age = item.number
+            if self.mix is not None:
+                item.age = self._arrived - 1
+                self.mix.count(feed.entered, item)
+                self._count_epoch(item, 1)
+            items.append(item)
+            cells.append(item.cells)
+            self._tokens += item.cells
+        if self.bad:
+            self._check_bad_share()
+
+    def _next_feed(self) -> Feed | None:
+        """The feed from which the next item enters; None if none may now."""
+        if self.mix is not None:
+            return self.mix.choose(self._feeds, stop_epoch=self.stop_epoch)
+        feed = self._feeds[0]
+        item = feed.peek()
+        return feed if item is not None and self._may_enter(item) else None
 
     def _may_enter(self, item: Item) -> bool:
         """The next epoch enters only when what waits of this one fits into one row, which then takes all of it."""
-        epoch = self._items[0].place[0] if self._items else item.place[0]
-        if item.place[0] == epoch:
+        epoch = self._items[0].origin[0] if self._items else item.origin[0]
+        if item.origin[0] == epoch:
             return True
-        olds = [cells for cells, old in zip(self._cells, self._items, strict=True) if old.place[0] == epoch]
+        olds = [cells for cells, old in zip(self._cells, self._items, strict=True) if old.origin[0] == epoch]
         fits = sum(olds) <= self.packer.seq_len and len(olds) <= (self.packer.max_examples or len(olds))
-        return fits and item.place[0] == epoch + 1
+        return fits and item.origin[0] == epoch + 1
 
-    def _enter(self, item: Item) -> None:
-        if item.start == 0:
-            self._take(item.number, item.place[0], waits=1)
-            self.counts["examples"] += 1
-            self.counts["split"] += not item.is_last
-            self.counts["truncated_tokens"] += item.truncated
-        if item.start or not item.is_last:
-            self._fragments[item.number] = (*self._fragments.get(item.number, ()), item.start)
-            self._waiting[item.number - self._base] = 1
-        self._head = (item.number + 1, 0) if item.is_last else (item.number, item.start + len(item.ids))
-        self._items.append(item)
-        self._cells.append(item.cells)
-        self._tokens += item.cells
+    def _count_epoch(self, item: Item, change: int) -> None:
+        key = item.feed, item.origin[0]
+        self._epochs[key] += change
+        if not self._epochs[key]:
+            del self._epochs[key]
 
-    def _take(self, number: int, epoch: int, *, waits: int) -> None:
-        """An example is taken from the stream: to wait, or (waits=0) to be left out."""
-        assert number == self._base + len(self._waiting)
-        self._waiting.append(waits)
-        if epoch != self._epoch[0]:
-            self._epoch = (epoch, number, number - self._epoch[1])
-
-    def _next_item(self) -> Item | None:
-        while True:
-            if not self._pending:
-                found = next(self._stream, None)
-                if found is None:
-                    return None
-                self._pending.extend(found)
-                continue
-            item = self._pending.popleft()
-            if isinstance(item, Item):
-                return item
-            self._take(item.number, item.place[0], waits=0)
-            self._head = (item.number + 1, 0)
-            self.counts[item.reason] += 1
+    def _check_bad_share(self) -> None:
+        bad = {name.removeprefix("bad_"): self.counts[name] for name in BAD if self.counts[name]}
+        count, taken = sum(bad.values()), self._arrived
+        if count > BAD_ALLOWED and count > self.packer.max_bad_share * taken:
+            last = self.bad[-1]
+            reasons = ", ".join(f"{many} {reason}" for reason, many in bad.items())
+            raise ValueError(
+                f"{count} of the first {taken} examples of lane {self.number} are bad ({reasons}), more than "
+                f"max_bad_share={self.packer.max_bad_share:g}; the last one, shard {last.shard}, index {last.index}: "
+                f"{last.what}; mend the data, or allow a larger share"
+            )
 
     # ---- resuming ------------------------------------------------------------------------------------------------
 
-    def _was_used(self, number: int) -> bool:
-        """Whether an example was used up (or left out) before the state that this lane began from."""
-        return number < self._start.head[0] and not self._start.waiting[number - self._start.first]
-
     def _restore(self, state: LaneState) -> None:
         """Rebuild the buffer: encode what waits, pass over what is used, and plan again what was planned."""
-        expected = any(state.waiting) or state.head[1] > 0
-        while expected and not self._pending and (found := next(self._stream, None)):
-            for item in found:
-                if (item.number, getattr(item, "start", 0)) >= state.head:
-                    self._pending.append(item)
-                elif isinstance(item, Item):
-                    self._readmit(item)
+        for feed in self._feeds:
+            self._items += feed.restore(cuts=self.packer.packing == "wrapped")
+        self._restore_ages()
+        self._cells = [item.cells for item in self._items]
+        self._tokens = sum(self._cells)
         if state.planned:
             self._make_plan()
             for _ in range(state.planned):
                 self._plan.popleft()
 
-    def _readmit(self, item: Item) -> None:
-        if not self._waiting[item.number - self._base]:
+    def _restore_ages(self) -> None:
+        if self.mix is None:
+            for item in self._items:
+                item.age = item.number
             return
-        starts = self._fragments.get(item.number, (item.start,))
-        inside = [start for start in starts if item.start < start < item.start + len(item.ids)]
-        if self.packer.packing == "wrapped" and inside and item.start not in starts:  # its first part is out
-            _, item = item.cut(inside[0] - item.start)
-        if item.start in starts:
-            self._items.append(item)
-            self._cells.append(item.cells)
-            self._tokens += item.cells
+        numbers = [feed.taken - self._arrivals.count(place) for place, feed in enumerate(self._feeds)]
+        ages: dict[tuple[int, int], int] = {}
+        for age, feed in enumerate(self._arrivals, self._arrived - len(self._arrivals)):
+            ages[feed, numbers[feed]] = age
+            numbers[feed] += 1
+        for item in self._items:
+            item.age = ages[item.feed, item.number]
+            self._count_epoch(item, 1)
+        self._items.sort(key=lambda item: (item.age, item.start))

@@ -11,10 +11,11 @@ from streampack.ahead import work_ahead
 from streampack.collate import Batch, Collator, LayoutName, PackedRow
 from streampack.dataset import PackedDataset, overtaken, warn_if_loaded
 from streampack.hosting import Given, Message, in_order
+from streampack.lane_state import COUNTS
 from streampack.messages import Messages, quiet_fork
 from streampack.progress import Progress, Start
 from streampack.rows import Row
-from streampack.state import COUNTS, StateError, check
+from streampack.state import StateError, check
 
 MESSAGE_TOKENS = 1 << 18
 """Tokens in a message from a worker, about: enough that its fixed cost does not show, little enough to hold many."""
@@ -140,16 +141,17 @@ class PackedLoader(DataLoader[Any]):
 
     def _say_reading_factor(self, world_size: int) -> None:
         """Say once where every process has to read the same shards (which costs nothing with random access)."""
-        source, processes = self.packed.stream.source, world_size * max(1, self.num_workers)
-        factor = self.packed.stream.deal().reading_factor(processes)
-        if factor >= 2 and not getattr(source, "random_access", False) and not self._said:
-            self._said = True
-            warnings.warn(
-                f"source {source.name!r} has {source.num_shards} shards for {self.packed.stream.lanes} lanes, so "
-                f"{processes} processes read all of them, {factor:.3g} times the source in all; more files (or for "
-                "Parquet more row groups, see datasets' reshard()), fewer workers or fewer lanes read less",
-                stacklevel=4,
-            )
+        stream, processes = self.packed.stream, world_size * max(1, self.num_workers)
+        for part in stream.parts:
+            factor, source = stream.deal(part).reading_factor(processes), part.source
+            if factor >= 2 and not getattr(source, "random_access", False) and not self._said:
+                warnings.warn(
+                    f"source {source.name!r} has {source.num_shards} shards for {stream.lanes} lanes, so {processes} "
+                    f"processes read all of them, {factor:.3g} times the source in all; more files (or for Parquet "
+                    "more row groups, see datasets' reshard()), fewer workers or fewer lanes read less",
+                    stacklevel=4,
+                )
+        self._said = True
 
     def _fresh_start(self, epoch: int, rank: int, world_size: int) -> Start:
         totals = self._progress.counts() if self._progress is not None else dict.fromkeys(COUNTS, 0)

@@ -6,12 +6,29 @@ Lengths are listed oldest first. With seq_len 10 and lengths [4, 5, 3, 3, 6], ol
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 Packing = Literal["auto", "oldest_first", "best_fit", "next_fit", "wrapped"]
 
 OVER_AGE = 4
 """best_fit: a row whose oldest example is older than this many buffers is emitted with the next plan."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packer:
+    """What shapes the rows of a lane; part of the stream's identity (but for max_bad_share)."""
+
+    seq_len: int
+    buffer_size: int = 256
+    packing: Packing = "auto"
+    max_examples: int | None = None
+    pad_to_multiple_of: int = 1
+    pad_token_id: int = 0
+    keep_no_target: bool = False
+    """Emit rows without any target too."""
+    max_bad_share: float = 1.0
+    """Of the examples taken, at most so many may be bad, else it is an error."""
 
 
 def resolve(packing: Packing, *, tokens: int, count: int, seq_len: int) -> Packing:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from streampack.hosting import Given, Host
-from streampack.state import COUNTS, VERSION, LaneState, StateError
+from streampack.lane_state import BAD, COUNTS, FeedState, LaneState
+from streampack.state import VERSION, StateError
 from streampack.stream import Stream
 
 HISTORY = 16
@@ -198,6 +199,7 @@ class Progress:
         lane_rows = [state.counts[0] for state in mine]
         return {
             **counts,
+            "bad": sum(counts[name] for name in BAD),
             "padding_tokens": cells - counts["tokens"],
             "fill": counts["tokens"] / cells if cells else 0.0,
             "epoch": sum(map(self._epoch_of, mine)) / len(mine) if mine else float(self.start.first_epoch),
@@ -205,15 +207,45 @@ class Progress:
             "lane_rows_max": max(lane_rows, default=0),
         }
 
+    def source_stats(self) -> dict[str, dict[str, float]]:
+        """Of each source of a mixture, in this pass: see `PackedLoader.source_stats`."""
+        mix, parts = self.stream.mix, self.stream.parts
+        if mix is None:
+            return {}
+        mine = [state for lane, state in self.lanes.items() if self._hosts(lane)]
+        found: dict[str, dict[str, float]] = {}
+        for place, part in enumerate(parts):
+            entered = [state.feeds[place].entered for state in mine]
+            epochs = [self._epoch_of_feed(state, place) for state in mine]
+            found[str(part.name)] = {
+                "weight": mix.weights[place],
+                "examples": sum(one[1] for one in entered),
+                "tokens_entered": sum(one[2] for one in entered),
+                "tokens": sum(state.given[place] for state in mine),
+                "epoch": sum(epochs) / len(epochs) if epochs else float(self.start.first_epoch),
+            }
+        for key, share in (("tokens_entered", "share_entered"), ("tokens", "share")):
+            total = sum(one[key] for one in found.values())
+            for one in found.values():
+                one[share] = one[key] / total if total else 0.0
+        return found
+
     def _epoch_of(self, state: LaneState) -> float:
         """Epochs that a lane has given in rows, with the share of the one it is in. What waits is not given yet."""
-        epoch, first, size_before = state.epoch
         if state.done and self.epochs[1] is not None:
             return float(self.epochs[1])
-        total = getattr(self.stream.source, "num_examples", None)
+        epochs = [self._epoch_of_feed(state, place) for place in range(len(state.feeds))]
+        ends_with_first = self.stream.mix is not None and self.stream.mix.stop == "first_exhausted"
+        return max(epochs) if ends_with_first else min(epochs)
+
+    def _epoch_of_feed(self, state: LaneState, place: int) -> float:
+        feed: FeedState = state.feeds[place]
+        source = self.stream.parts[place].source
+        epoch, first, size_before = feed.epoch
+        total = getattr(source, "num_examples", None)
         size = total / self.stream.lanes if total else size_before
         if size:
-            given = state.head[0] - first - state.waiting.count(1)
+            given = feed.head[0] - first - feed.waiting.count(1)
             return epoch + min(1.0, given / size)
-        whole, dealt = divmod(self.stream.source.num_shards, self.stream.lanes)
-        return state.position.epoch + state.position.turn / (whole + dealt)
+        whole, dealt = divmod(source.num_shards, self.stream.lanes)
+        return feed.position.epoch + feed.position.turn / (whole + dealt)

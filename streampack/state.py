@@ -1,132 +1,22 @@
-"""States: where a stream is, as references. A lane's state is a short JSON text, the stream's a dict of plain values.
+"""States: where a stream is, as references: a dict of plain values.
 
-{"version": 1, "stream": {what identifies it}, "pass": [first epoch, epoch before which it ends], "row": the next row,
+{"version": 2, "stream": {what identifies it}, "pass": [first epoch, epoch before which it ends], "row": the next row,
  "after": places of its cycle that are out (only of a worker alone), "rows": rows handed out by all ranks, "rank": 0,
  "world_size": 1, "worker": [0, 1], "ended": is the pass over, "totals": {counts of the passes before},
  "lanes": {"0": "...", "1": "...", ...}}
 """
 
-import binascii
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
+from streampack.lane_state import LaneState
 
-from streampack.tables import Position
-
-VERSION = 1
+VERSION = 2
 _KEYS = ("pass", "row", "after", "rows", "rank", "world_size", "worker", "ended", "totals")
-
-COUNTS = (
-    "rows",
-    "segments",
-    "tokens",
-    "loss_tokens",
-    "examples",
-    "split",
-    "truncated_tokens",
-    "no_target_tokens",
-    "empty",
-    "no_target",
-    "bad",
-    "overlong",
-    "transform",
-)
-"""A lane's counters: rows made, segments and real tokens and targets in them; examples taken, those split, tokens cut
-off by truncation, tokens of rows left out since they held no target; examples left out, by reason."""
 
 
 class StateError(ValueError):
     """A saved state that cannot be continued here; the message names both values and the remedy."""
-
-
-@dataclass(frozen=True, slots=True)
-class LaneState:
-    """A lane after a row: which examples wait, by number, and where to read them again."""
-
-    position: Position
-    """Of a block at or before the oldest waiting example ..."""
-    first: int
-    """... and the number of that block's first example."""
-    waiting: bytes
-    """For the numbers from `first` on: 1 where (some of) the example waits, else 0."""
-    head: tuple[int, int]
-    """(number, first token) of the next example, or fragment, to enter the buffer."""
-    fragments: tuple[tuple[int, tuple[int, ...]], ...]
-    """(number, first tokens) of the examples of which only these fragments wait."""
-    planned: int
-    """How many rows of the plan made with this buffer are out."""
-    epoch: tuple[int, int, int]
-    """(epoch that enters, number of its first example, examples of the epoch before or 0 where unknown)"""
-    counts: tuple[int, ...]
-    """In the order of COUNTS, since the pass began."""
-    done: bool
-    """The lane has given all its rows of the pass."""
-
-    def to_json(self) -> str:
-        """Compact: numbers relative to `first`, the waiting ones as a bitmap from the oldest on."""
-        used = max(self.waiting.find(1), 0)
-        bits = np.packbits(np.frombuffer(self.waiting[used:], dtype=np.uint8)).tobytes()
-        position = self.position
-        # Written by hand: of many lanes, after each step, a JSON encoder takes three times as long.
-        return (
-            f"[[{position.epoch},{position.turn},{position.index},{position.block}],{self.first},"
-            f'"{binascii.b2a_base64(bits, newline=False).decode()}",[{used},{len(self.waiting)}],'
-            f"[{self.head[0] - self.first},{self.head[1]}],{_runs(self.fragments, self.first)},"
-            f"{self.planned},{_integers(self.epoch)},{_integers(self.counts)},{int(self.done)}]"
-        )
-
-    @staticmethod
-    def from_json(text: str) -> "LaneState":
-        position, first, bitmap, span, head, fragments, planned, epoch, counts, done = json.loads(text)
-        used, size = span
-        bits = np.unpackbits(np.frombuffer(binascii.a2b_base64(bitmap), dtype=np.uint8), count=size - used)
-        return LaneState(
-            position=Position(*position),
-            first=first,
-            waiting=bytes(used) + bits.tobytes(),
-            head=(first + head[0], head[1]),
-            fragments=_from_runs(fragments, first),
-            planned=planned,
-            epoch=tuple(epoch),
-            counts=tuple(counts),
-            done=bool(done),
-        )
-
-    @staticmethod
-    def start(epoch: int) -> "LaneState":
-        """A lane that has not begun an epoch."""
-        return LaneState(Position(epoch, 0, 0, 0), 0, b"", (0, 0), (), 0, (epoch, 0, 0), (0,) * len(COUNTS), False)
-
-
-def _integers(numbers: Iterable[int]) -> str:
-    return f"[{','.join(map(str, numbers))}]"
-
-
-def _runs(fragments: Iterable[tuple[int, tuple[int, ...]]], base: int) -> str:
-    """Fragments as number - base, first token, step, how many, one after the other: most rise in equal steps."""
-    runs: list[str] = []
-    for number, starts in fragments:
-        first, many = starts[0], len(starts)
-        if many == 1:
-            runs.append(f"{number - base},{first},0,1")
-            continue
-        step = starts[1] - first
-        if many == 2 or starts == tuple(range(first, starts[-1] + 1, step)):
-            runs.append(f"{number - base},{first},{step},{many}")
-        else:
-            runs += [f"{number - base},{start},0,1" for start in starts]
-    return f"[{','.join(runs)}]"
-
-
-def _from_runs(runs: Sequence[int], base: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    fragments: dict[int, tuple[int, ...]] = {}
-    for number, first, step, many in zip(runs[::4], runs[1::4], runs[2::4], runs[3::4], strict=True):
-        starts = tuple(first + step * place for place in range(many))
-        fragments[base + number] = fragments.get(base + number, ()) + starts
-    return tuple(fragments.items())
 
 
 def check(state: Any, *, stream: Mapping[str, Any]) -> None:

@@ -1,27 +1,45 @@
-"""The stream: source, encoding and packing put together. What it gives depends on nothing else: no torch, no ranks."""
+"""The stream: sources, encoding and packing put together. What it gives depends on nothing else: no torch, no ranks."""
 
-from collections.abc import Iterator, Mapping
+import bisect
+import itertools
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from streampack.blocks import BlockReader, ShardReader
 from streampack.dealing import Deal
 from streampack.encode import Encoder
 from streampack.hosting import Given, Host, in_order
 from streampack.items import ItemReader, Transform
-from streampack.lanes import Lane, Packer
-from streampack.sources import Source
-from streampack.state import LaneState
+from streampack.lane_state import LaneState
+from streampack.lanes import Lane
+from streampack.mixture import Mix
+from streampack.packing import Packer
+from streampack.sources import Source, locate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A source of the stream, and how its examples are encoded."""
+
+    source: Source
+    encoder: Encoder
+    transform: Transform | None = None
+    name: str | None = None
+    """In a mixture."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
     """One sequence of rows: for equal fields, equal rows in equal order, whoever hosts the lanes."""
 
-    source: Source
-    encoder: Encoder
+    parts: Sequence[Part]
+    """One source, or those of a mixture."""
+    mix: Mix | None = None
     packer: Packer
-    transform: Transform | None = None
     lanes: int = 16
     shuffle: bool = True
     shuffle_block: int = 1024
@@ -43,17 +61,47 @@ class Stream:
         opener = self.open_lanes(first_epoch=first_epoch, states=states or {})
         return in_order(host.messages(opener), num_workers=1)
 
-    def deal(self) -> Deal:
-        """Which lane reads what."""
-        return Deal(num_shards=self.source.num_shards, lanes=self.lanes, seed=self.seed, shuffle=self.shuffle)
+    def deal(self, part: Part) -> Deal:
+        """Which lane reads what of a source. The sources of a mixture have orders of their own, by their names."""
+        seed = self.seed
+        if part.name is not None:
+            seed = int(np.random.SeedSequence((seed, zlib.crc32(part.name.encode()))).generate_state(1)[0])
+        return Deal(num_shards=part.source.num_shards, lanes=self.lanes, seed=seed, shuffle=self.shuffle)
+
+    @property
+    def first_shards(self) -> list[int]:
+        """The number that the first shard of each part has among all."""
+        return list(itertools.accumulate((part.source.num_shards for part in self.parts[:-1]), initial=0))
+
+    def place(self, shard: int, index: int) -> tuple[str, int | str, int]:
+        """(source, shard, index) of an example as a person knows them; in a mixture the source is its name there."""
+        firsts = self.first_shards
+        at = bisect.bisect_right(firsts, shard) - 1
+        part = self.parts[at]
+        name = part.source.name if part.name is None else part.name
+        return (name, *locate(part.source, shard - firsts[at], index))
+
+    @property
+    def num_shards(self) -> int:
+        return sum(part.source.num_shards for part in self.parts)
 
     def identity(self) -> dict[str, Any]:
         """What identifies the stream in a state: a state with anything else here is refused. Plain values."""
         packer = self.packer
+        mixed: dict[str, Any] = {}
+        if self.mix is not None:
+            names = [part.name for part in self.parts]
+            mixed = {
+                "weights": dict(zip(names, self.mix.weights, strict=True)),
+                "by": self.mix.by,
+                "stop": self.mix.stop,
+            }
+        sources = [part.source.name if part.name is None else f"{part.name}: {part.source.name}" for part in self.parts]
         return {
-            "source": self.source.name,
-            "num_shards": self.source.num_shards,
-            "tokenizer": self.encoder.fingerprint(),
+            "source": "; ".join(sources),
+            "num_shards": self.num_shards,
+            **mixed,
+            "tokenizer": self.parts[0].encoder.fingerprint(),
             "seq_len": packer.seq_len,
             "lanes": self.lanes,
             "buffer_size": packer.buffer_size,
@@ -76,22 +124,31 @@ class LaneOpener:
         self.stream = stream
         self.first_epoch = first_epoch
         self.states = states
-        needed = stream.encoder.needed if stream.transform is None else None
-        self._reader = ShardReader(stream.source, needed=needed)
-        self._deal = stream.deal()
+        self._first_shards = stream.first_shards
+        self._deals = [stream.deal(part) for part in stream.parts]
+        self._readers = [
+            ShardReader(part.source, needed=part.encoder.needed if part.transform is None else None)
+            for part in stream.parts
+        ]
 
     def __call__(self, lane: int) -> Lane:
-        stream, packer = self.stream, self.stream.packer
-        items = ItemReader(
-            lane,
-            blocks=BlockReader(self._reader, self._deal, lane=lane, size=stream.shuffle_block),
-            encoder=stream.encoder,
-            transform=stream.transform,
-            shuffle=stream.shuffle,
-            seed=stream.seed,
-            limit=stream.max_example_len or (None if packer.packing == "wrapped" else packer.seq_len),
-            multiple=packer.pad_to_multiple_of,
-        )
+        stream = self.stream
+        readers = [self._items(lane, place) for place in range(len(stream.parts))]
         stop = None if stream.epochs is None else self.first_epoch + stream.epochs
-        state = self.states.get(lane) or LaneState.start(self.first_epoch)
-        return Lane(items, packer=packer, stop_epoch=stop, state=state)
+        state = self.states.get(lane) or LaneState.start(self.first_epoch, feeds=len(readers), mixed=bool(stream.mix))
+        return Lane(readers, packer=stream.packer, stop_epoch=stop, state=state, mix=stream.mix)
+
+    def _items(self, lane: int, place: int) -> ItemReader:
+        stream, part, deal = self.stream, self.stream.parts[place], self._deals[place]
+        return ItemReader(
+            lane,
+            blocks=BlockReader(self._readers[place], deal, lane=lane, size=stream.shuffle_block),
+            encoder=part.encoder,
+            transform=part.transform,
+            shuffle=stream.shuffle,
+            seed=deal.seed,
+            limit=stream.max_example_len or (None if stream.packer.packing == "wrapped" else stream.packer.seq_len),
+            multiple=stream.packer.pad_to_multiple_of,
+            feed=place,
+            first_shard=self._first_shards[place],
+        )

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from streampack.order import IntArray
-from streampack.sources import Example, Source, where
+from streampack.sources import Example, Fault, Source, where
 
-Chunk: TypeAlias = pa.Table | list[Example]
-"""Consecutive examples of one shard."""
+Chunk: TypeAlias = pa.Table | list[Example | Fault]
+"""Consecutive examples of one shard. A fault stands for one that could not be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,14 @@ class Block:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def examples(self, picks: Sequence[int]) -> list[Example]:
+    def examples(self, picks: Sequence[int]) -> list[Example | Fault]:
         """The picked examples as dicts."""
         if isinstance(self.data, pa.Table):
-            rows: list[Example] = self.data.take(pa.array(picks, type=pa.int64())).to_pylist()
+            rows: list[Example | Fault] = self.data.take(pa.array(picks, type=pa.int64())).to_pylist()
             return rows
         return [self.data[pick] for pick in picks]
 
-    def select(self, picks: Sequence[int], data: list[Example]) -> "Block":
+    def select(self, picks: Sequence[int], data: list[Example | Fault]) -> "Block":
         """The picked examples with other data."""
         return replace(self, shards=self.shards[picks], indices=self.indices[picks], data=data)
 
@@ -60,10 +60,9 @@ class Block:
 
     @property
     def names(self) -> list[str]:
-        """The names of the columns. Of dicts: those of the first example."""
-        if isinstance(self.data, pa.Table):
-            return list(self.data.column_names)
-        return list(self.data[0]) if self.data else []
+        """The names of the columns of a table."""
+        assert isinstance(self.data, pa.Table)
+        return list(self.data.column_names)
 
     def holds_numbers(self, name: str) -> bool:
         """Whether a column of a table holds single values, not lists (or nothing but nulls)."""
@@ -73,27 +72,33 @@ class Block:
 
     def value(self, pick: int, name: str) -> Any:
         """One value of an example that is a dict, as `Column.array` gives it."""
-        return _as_array(self.data[pick][name])
+        example: Any = self.data[pick]
+        return _as_array(example[name])
 
     def column(self, name: str, *, hint: str = "") -> "Column":
-        """A column by name.
+        """A column by name. Where an example has no such column, or is none, its value is a Fault that says so.
 
-        Raises:
-            ValueError: if it is not there; lists those that are.
+        Args:
+            name: of the column.
+            hint: what to do where it is missing.
         """
         if isinstance(self.data, pa.Table):
             if name in self.data.column_names:
                 return Column(self.data.column(name))
-            raise ValueError(f"{self.where(0)}: no column {name!r} (there are: {', '.join(self.names)}); {hint}")
-        values = []
-        for pick, example in enumerate(self.data):
-            if not isinstance(example, Mapping):
-                raise ValueError(f"{self.where(pick)}: the example is {type(example).__name__}, not a dict of columns")
-            if name not in example:
-                have = ", ".join(map(str, example)) or "none"
-                raise ValueError(f"{self.where(pick)}: no column {name!r} (there are: {have}); {hint}")
-            values.append(example[name])
-        return Column(values)
+            return Column([_missing(name, self.names, hint)] * len(self))
+        return Column([_value(example, name, hint) for example in self.data])
+
+
+def _value(example: Any, name: str, hint: str) -> Any:
+    if isinstance(example, Fault):
+        return example
+    if not isinstance(example, Mapping):
+        return Fault("type", f"the example is {type(example).__name__}, not a dict of columns")
+    return example[name] if name in example else _missing(name, list(map(str, example)), hint)
+
+
+def _missing(name: str, names: list[str], hint: str) -> Fault:
+    return Fault("missing", f"no column {name!r} (there are: {', '.join(names) or 'none'}); {hint}")
 
 
 class Column:
@@ -105,13 +110,12 @@ class Column:
         if isinstance(values, pa.ChunkedArray) and _is_list(values.type):
             self._lists = _flatten(values)
 
-    @property
-    def holds_ids(self) -> bool:
-        """All values are lists of integers >= 0 (some may be null), kept as int32: no need to look at each."""
+    def holds_ids(self, *, below: int) -> bool:
+        """All values are lists of integers 0 .. below - 1 (some may be null), kept as int32: none needs a look."""
         if self._lists is None:
             return False
         values = self._lists[0]
-        return values.dtype == np.int32 and (not len(values) or int(values.min()) >= 0)
+        return values.dtype == np.int32 and (not len(values) or 0 <= int(values.min()) <= int(values.max()) < below)
 
     @property
     def is_all_ones(self) -> bool:
@@ -184,7 +188,7 @@ def sizes(chunk: Chunk) -> IntArray:
 
 def _as_array(value: Any) -> Any:
     """A list of numbers, an array or a CPU tensor as an array; anything else as it is, for the caller to refuse."""
-    if value is None or _is_text(value):
+    if value is None or _is_text(value) or isinstance(value, Fault):
         return value
     try:
         return np.asarray(value)

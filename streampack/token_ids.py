@@ -4,7 +4,7 @@ Lists, NumPy arrays, CPU tensors and Arrow lists of any integer type give the sa
 does not depend on those beside it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,6 @@ TARGETS = ("labels", *MASKS)
 UNUSED = ("token_type_ids", "special_tokens_mask", "attention_mask", "offset_mapping")
 """Per-token columns that tokenizers make and packing replaces. (attention_mask must be all ones.)"""
 _KNOWN = ("input_ids", *TARGETS, *UNUSED)
-_MOST = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,8 @@ def needed(table: pa.Table) -> list[str]:
 class IdReader:
     """Reads tokens of examples. All examples of a stream must agree on the column that says what is a target."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, vocab_size: int | None = None) -> None:
+        self._below = vocab_size or 1 << 31
         self._agreed: tuple[str | None] | None = None
 
     def read(self, block: Block, picks: Sequence[int]) -> list[Encoded | Fault]:
@@ -68,11 +68,11 @@ class IdReader:
         attention = block.column("attention_mask") if "attention_mask" in block.names else None
         if attention is not None and attention.is_all_ones:
             attention = None
-        if ids.holds_ids and targets is None and attention is None:
+        if ids.holds_ids(below=self._below) and targets is None and attention is None:
             arrays = [ids.array(pick) for pick in picks]
-            return [Encoded(array, None) if array is not None else _read(array) for array in arrays]
+            return [Encoded(array, None) if array is not None else self._read(array) for array in arrays]
         return [
-            _read(
+            self._read(
                 ids.array(pick),
                 name=name,
                 targets=targets.array(pick) if targets else None,
@@ -82,13 +82,15 @@ class IdReader:
         ]
 
     def _from_example(self, block: Block, pick: int, ids: Any) -> Encoded | Fault:
-        example: Mapping[str, Any] = block.data[pick]
+        if isinstance(ids, Fault):
+            return ids
+        example: Any = block.data[pick]
         lists = [name for name, value in example.items() if is_list_like(value)]
         names = [name for name in TARGETS if name in example and (name in lists or example[name] is None)]
         name = self._target_column(block, pick, names, lists)
         targets = block.value(pick, name) if name else None
         attention = block.value(pick, "attention_mask") if "attention_mask" in lists else None
-        return _read(ids, name=name, targets=targets, attention=attention)
+        return self._read(ids, name=name, targets=targets, attention=attention)
 
     def _target_column(self, block: Block, pick: int, names: list[str], lists: list[str]) -> str | None:
         """The column that says what is a target. Other lists would lose their meaning, so they are refused."""
@@ -110,29 +112,30 @@ class IdReader:
             )
         return name
 
+    def _read(
+        self, ids: Any, *, name: str | None = None, targets: Any = None, attention: Any = None
+    ) -> Encoded | Fault:
+        fault = self._fault_in_ids(ids)
+        if fault is None and attention is not None and not np.all(attention):
+            fault = Fault("padded", "attention_mask has zeros: the example is padded; tokenize without padding")
+        if fault is None and name is not None:
+            fault = _fault_in_targets(name, targets, ids)
+        if fault is not None:
+            return fault
+        tokens = ids.astype(np.int32, copy=False)
+        if name is None:
+            return Encoded(tokens, None)
+        return Encoded(tokens, targets != IGNORE if name == "labels" else targets.astype(bool))
 
-def _read(ids: Any, *, name: str | None = None, targets: Any = None, attention: Any = None) -> Encoded | Fault:
-    fault = _fault_in_ids(ids)
-    if fault is None and attention is not None and not np.all(attention):
-        fault = Fault("padded", "attention_mask has zeros: the example is padded; tokenize without padding")
-    if fault is None and name is not None:
-        fault = _fault_in_targets(name, targets, ids)
-    if fault is not None:
-        return fault
-    tokens = ids.astype(np.int32, copy=False)
-    if name is None:
-        return Encoded(tokens, None)
-    return Encoded(tokens, targets != IGNORE if name == "labels" else targets.astype(bool))
-
-
-def _fault_in_ids(ids: Any) -> Fault | None:
-    if ids is None:
-        return Fault("null", "'input_ids' is null")
-    if not isinstance(ids, np.ndarray) or ids.ndim != 1 or (ids.dtype.kind not in "iu" and len(ids)):
-        return Fault("type", f"'input_ids' is {show(ids)}, not one list of integers")
-    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) <= _MOST:
-        return Fault("vocabulary", f"'input_ids' holds {int(ids.min())} .. {int(ids.max())}, outside 0 .. {_MOST}")
-    return None
+    def _fault_in_ids(self, ids: Any) -> Fault | None:
+        if ids is None or isinstance(ids, Fault):
+            return ids or Fault("null", "'input_ids' is null")
+        if not isinstance(ids, np.ndarray) or ids.ndim != 1 or (ids.dtype.kind not in "iu" and len(ids)):
+            return Fault("type", f"'input_ids' is {show(ids)}, not one list of integers")
+        least, most = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
+        if not 0 <= least <= most < self._below:
+            return Fault("vocabulary", f"'input_ids' holds {least} .. {most}, outside 0 .. {self._below - 1}")
+        return None
 
 
 def _fault_in_targets(name: str, targets: Any, ids: npt.NDArray[Any]) -> Fault | None:

@@ -13,11 +13,12 @@ import pyarrow.parquet as pq
 
 from streampack.encode import Encoder, Policies
 from streampack.hosting import Given, Message, in_order
-from streampack.lanes import Packer
+from streampack.mixture import Mix, Mixture
+from streampack.packing import Packer
 from streampack.progress import Progress, Start
 from streampack.sources import Source, as_source
 from streampack.state import merge_states
-from streampack.stream import Stream
+from streampack.stream import Part, Stream
 
 SEQ_LEN = 64
 
@@ -62,18 +63,31 @@ def make_stream(source: Any, *, epochs: int | None = 1, **changes: Any) -> Strea
     """A small stream of tokenized examples: 16 lanes, rows of 64, buffers of 8, blocks of 10."""
     packing = changes.pop("packing", "auto")
     packer = {"seq_len": SEQ_LEN, "buffer_size": 8, "packing": packing}
-    packer.update({key: changes.pop(key) for key in ("max_examples", "pad_to_multiple_of") if key in changes})
-    encoder = Encoder(
-        None,
-        text_column="",
-        append_eos=False,
-        limit=changes.get("max_example_len") or (None if packing == "wrapped" else SEQ_LEN),
-        policies=changes.pop("policies", Policies()),
-        cuts_any=packing == "wrapped",
+    packer.update(
+        {key: changes.pop(key) for key in ("max_examples", "pad_to_multiple_of", "max_bad_share") if key in changes}
     )
+    policies = changes.pop("policies", Policies())
+
+    def part(data: Any, name: str | None = None) -> Part:
+        encoder = Encoder(
+            None,
+            text_column="",
+            append_eos=False,
+            limit=changes.get("max_example_len") or (None if packing == "wrapped" else SEQ_LEN),
+            policies=policies,
+            cuts_any=packing == "wrapped",
+        )
+        wrapped = data if isinstance(data, Source) else as_source(data, lanes=settings["lanes"], name="test")
+        return Part(source=wrapped, encoder=encoder, name=name, transform=transform)
+
+    transform = changes.pop("transform", None)
     settings = {"lanes": 16, "shuffle_block": 10, "seed": 3, "epochs": epochs, **changes}
-    wrapped = source if isinstance(source, Source) else as_source(source, lanes=settings["lanes"], name="test")
-    return Stream(source=wrapped, encoder=encoder, packer=Packer(**packer), **settings)
+    if isinstance(source, Mixture):
+        parts = [part(data, name) for name, data in source.sources.items()]
+        mix = Mix(weights=tuple(source.weights.values()), by=source.by, stop=source.stop)
+    else:
+        parts, mix = [part(source)], None
+    return Stream(parts=parts, mix=mix, packer=Packer(**packer), **settings)
 
 
 class Ranks:

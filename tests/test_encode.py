@@ -13,7 +13,7 @@ from transformers import ByT5Tokenizer
 
 from streampack import PackedDataset
 from streampack.encode import Encoder, Policies
-from streampack.sources import SequenceSource
+from streampack.sources import Fault, SequenceSource
 from streampack.tables import Block, Position
 
 from .tiny_tokenizers import byte_tokenizer, word_tokenizer
@@ -48,8 +48,8 @@ def encode(data, tokenizer=None, *, picks=None, **settings):
     encoder = encoder_of(tokenizer, **settings)
     found = []
     for one in encoder.encode(block_of(data), range(len(data)) if picks is None else picks):
-        if isinstance(one, str):
-            found.append(one)
+        if isinstance(one, str | Fault):
+            found.append("bad" if isinstance(one, Fault) else one)
             continue
         assert one.ids.dtype == np.int32
         if one.targets is None:
@@ -238,7 +238,8 @@ def test_a_missing_column_is_refused_and_those_there_are_listed(form):
     with pytest.raises(ValueError, match="no column 'text'") as error:
         encode(form([{"content": "a", "id": 1}]), word_tokenizer())
     assert str(error.value) == (
-        "source 'src', shard 0, index 10: no column 'text' (there are: content, id); pass text_column='...'"
+        "source 'src', shard 0, index 10: no column 'text' (there are: content, id); pass text_column='...'; "
+        "mend the data, or pass bad='drop' to leave it out"
     )
 
 
@@ -248,7 +249,7 @@ def test_text_without_a_tokenizer_is_refused(form):
         encode(form([{"text": "a"}]))
     assert str(error.value) == (
         "source 'src', shard 0, index 10: no column 'input_ids' (there are: text); pass a tokenizer for examples of "
-        "text"
+        "text; mend the data, or pass bad='drop' to leave it out"
     )
 
 

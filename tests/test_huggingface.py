@@ -420,7 +420,7 @@ def test_a_stream_that_cannot_be_named_warns_and_does_not_with_source_name():
         "saved state can be refused for other data"
     ]
     assert told[0].filename == __file__  # it points at the user's own line
-    assert dataset.stream.source.name == "stream of 2 shards"
+    assert dataset.stream.parts[0].source.name == "stream of 2 shards"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         PackedDataset(stream, seq_len=8, lanes=1, source_name="mine")

@@ -11,7 +11,8 @@ import streampack
 FOLDER = Path(streampack.__file__).parent
 CORE = [
     *("order", "sources", "huggingface", "tables", "dealing", "rows", "token_ids", "encode", "blocks"),
-    *("packing", "items", "state", "lanes", "hosting", "stream", "progress"),
+    *("packing", "items", "lane_state", "feeds", "mixture", "lanes", "hosting", "stream", "settings"),
+    *("state", "progress"),
 ]
 """Plain Python, NumPy and Arrow, in the order in which they may import each other."""
 WITH_TORCH = ["ranks", "epochs", "collate", "dataset", "messages", "ahead", "loader"]
@@ -84,14 +85,16 @@ def test_the_core_packs_rows_where_there_is_no_torch_and_no_datasets():
 
         from streampack.encode import Encoder, Policies
         from streampack.hosting import Host
-        from streampack.lanes import Packer
+        from streampack.packing import Packer
         from streampack.progress import Progress
+        from streampack.settings import Settings
         from streampack.sources import SequenceSource
-        from streampack.stream import Stream
+        from streampack.stream import Part, Stream
 
+        source = SequenceSource([{{"input_ids": [number, number]}} for number in range(4)])
+        encoder = Encoder(None, text_column="text", append_eos=False, limit=4, policies=Policies())
         stream = Stream(
-            source=SequenceSource([{{"input_ids": [number, number]}} for number in range(4)]),
-            encoder=Encoder(None, text_column="text", append_eos=False, limit=4, policies=Policies()),
+            parts=[Part(source=source, encoder=encoder)],
             packer=Packer(seq_len=4),
             lanes=1,
             shuffle=False,

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 import streampack
 from streampack import PackedDataset, PackedLoader, StateError, merge_states
+from streampack.sources import FAULTS
 
 from .streams import examples, split_evenly, write_jsonl
 from .tiny_tokenizers import word_tokenizer
@@ -425,9 +426,10 @@ def test_the_loader_tells_about_its_last_batch_and_the_pass() -> None:
         "no_target_tokens": 0,
         "empty": 0,
         "no_target": 0,
-        "bad": 0,
         "overlong": 0,
         "transform": 0,
+        **{f"bad_{reason}": 0 for reason in FAULTS},
+        "bad": 0,
         "padding_tokens": 1,
         "fill": 5 / 6,
         "epoch": 2 / 3,

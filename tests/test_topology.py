@@ -76,7 +76,7 @@ def test_two_epochs_are_the_same_rows_on_every_topology_and_hold_each_example_on
     stream = make_stream(source, epochs=2, shuffle=shuffle)
     alone = Ranks(stream, 1, 0).take(10**6)
     expected = fingerprints(alone)
-    assert tokens_by_example(alone) == all_examples(stream.source, epochs=2)
+    assert tokens_by_example(alone) == all_examples(stream.parts[0].source, epochs=2)
     assert len(alone) > 100
 
     for world_size, num_workers in TOPOLOGIES:
@@ -108,7 +108,7 @@ def test_an_endless_stream_of_a_thousand_examples_gives_each_once_per_epoch_and_
     found = tokens_by_example(rows)
     complete = min(int(given.row.origin[:, 0].min()) for given in rows[-stream.lanes :])
     assert complete >= 2
-    wanted = all_examples(stream.source, epochs=complete)
+    wanted = all_examples(stream.parts[0].source, epochs=complete)
     assert {key: found[key] for key in wanted} == dict(wanted)
     for given in rows:
         places = [tuple(place) for place in given.row.origin[:, 1:3].tolist()]
@@ -119,7 +119,7 @@ def test_an_endless_stream_of_a_thousand_examples_gives_each_once_per_epoch_and_
 def test_every_packing_gives_the_same_rows_on_every_topology(packing: Any) -> None:
     stream = make_stream(examples(500, longest=200), epochs=2, packing=packing)
     alone = Ranks(stream, 1, 0).take(10**6)
-    assert tokens_by_example(alone) == all_examples(stream.source, epochs=2)
+    assert tokens_by_example(alone) == all_examples(stream.parts[0].source, epochs=2)
     for world_size, num_workers in [(1, 3), (2, 2), (8, 1)]:
         rows = Ranks(stream, world_size, num_workers).take(10**6)
         assert sorted(fingerprints(rows)) == sorted(fingerprints(alone))
