@@ -1,69 +1,82 @@
-"""Working ahead: a generator runs in a thread, a bounded number of items before they are asked for."""
+"""Working ahead: while the loop is busy with an item, a thread makes the next ones.
+
+Whoever is free makes them. A loop that comes back at once (since there is no step between, or the step is faster than
+the making) makes the next item itself: changing threads for each would cost it a third of its speed. As soon as it is
+busy for longer than PAUSE_SECONDS, the thread takes over.
+"""
 
 import atexit
-import queue
 import threading
-import time
+from collections import deque
 from collections.abc import Generator
-from typing import Any, TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-HAND_OVER_SECONDS = 0.005
-"""As long as Python lets a thread run before another may have its turn (sys.getswitchinterval)."""
+PAUSE_SECONDS = 0.002
 
 
-def work_ahead(source: "Generator[T, None, None]", *, depth: int) -> "Generator[T, None, None]":
-    """Run a generator in a thread, at most about 2 * `depth` items ahead; its errors are raised here.
+class WorkAhead(Generic[T]):
+    """An iterator over a generator that a thread runs ahead, at most `depth` items. Its errors are raised here.
 
-    Items that are made within HAND_OVER_SECONDS go over together: changing threads costs more than making a few.
+    `close()` ends the thread, and the generator with it.
     """
-    made: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=2)
-    most = max(1, depth // 2)
-    stopped = threading.Event()
 
-    def put(kind: str, item: Any) -> bool:
-        while not stopped.is_set():
-            try:
-                made.put((kind, item), timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
+    def __init__(self, source: "Generator[T, None, None]", *, depth: int) -> None:
+        self._source = source
+        self._depth = depth
+        self._made: deque[T] = deque()
+        self._making = threading.Lock()  # held by whoever runs the source
+        self._error: BaseException | None = None  # what ended the source: StopIteration at its end
+        self._waits = False  # the loop wants an item now
+        self._stop = threading.Event()
+        self._room = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="streampack", daemon=True)
+        self._thread.start()
+        # A pass that is never finished must not leave the thread running into the interpreter's end.
+        atexit.register(self.close)
 
-    def work() -> None:
+    def __iter__(self) -> "WorkAhead[T]":
+        return self
+
+    def __next__(self) -> T:
+        self._waits = True
         try:
-            held: list[T] = []
-            given = time.monotonic()
-            for item in source:
-                held.append(item)
-                if len(held) >= most or time.monotonic() - given > HAND_OVER_SECONDS:
-                    if not put("items", held):
-                        return
-                    held, given = [], time.monotonic()
-            put("items", held)
-            put("end", None)
-        except BaseException as error:
-            put("error", error)
+            if not self._made:
+                with self._making:  # waits for what the thread is making now
+                    if not self._made:
+                        self._make()
+            if self._made:
+                return self._made.popleft()
+            assert self._error is not None
+            raise self._error
         finally:
-            source.close()
+            self._waits = False
+            self._room.set()
 
-    thread = threading.Thread(target=work, name="streampack", daemon=True)
+    def _make(self) -> None:
+        """Make one item, or find the end. Only with the lock."""
+        if self._error is None:
+            try:
+                self._made.append(next(self._source))
+            except BaseException as error:
+                self._error = error  # kept: the source is over, and must not seem to have ended well
 
-    def stop() -> None:
-        stopped.set()
-        thread.join()
+    def _run(self) -> None:
+        while not self._stop.wait(PAUSE_SECONDS):
+            while not (self._waits or self._stop.is_set() or len(self._made) >= self._depth):
+                with self._making:
+                    self._make()
+                if self._error is not None:
+                    return
+            self._room.clear()
+            if len(self._made) >= self._depth and not self._waits:
+                self._room.wait()
 
-    thread.start()
-    atexit.register(stop)  # a pass that is never finished must not leave the thread running into the interpreter's end
-    try:
-        while True:
-            kind, item = made.get()
-            if kind == "end":
-                return
-            if kind == "error":
-                raise item
-            yield from item
-    finally:
-        atexit.unregister(stop)
-        stop()
+    def close(self) -> None:
+        """End the thread, once it has finished the item that it is making, and the generator."""
+        atexit.unregister(self.close)
+        self._stop.set()
+        self._room.set()
+        self._thread.join()
+        self._source.close()

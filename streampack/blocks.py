@@ -1,121 +1,18 @@
-"""Reading: a lane's share of the source as blocks of consecutive examples, the unit of shuffling and of seeking.
+"""Blocks: a lane's share of the source as blocks of consecutive examples, the unit of shuffling and of seeking."""
 
-A shard that all lanes share is read in chunks of CHUNK examples at fixed places, so that a chunk is read once for the
-lanes of a process while they stay near each other; a lane that falls behind the cache gets a reader of its own.
-"""
-
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
-import pyarrow as pa
 
 from streampack.dealing import Deal
 from streampack.order import IntArray
-from streampack.sources import Source, where
-from streampack.tables import Block, Chunk, Position, concatenate, size_of, sizes, take
+from streampack.reading import CHUNK, ShardReader
+from streampack.tables import Block, Chunk, Position, concatenate, sizes, take
 
-CHUNK = 256
 BLOCK_BYTES = 8 << 20
 """A block ends at this size, whatever its number of examples (part of the stream's identity, like shuffle_block)."""
-PIECE_BYTES = 1 << 20
-CACHE_BYTES = 64 << 20
-OPEN_READERS = 64
 MIN_DEALT = 64
 """Of a shard that is dealt example by example a block holds shuffle_block / lanes examples, but at least so many."""
-
-
-class ShardReader:
-    """Chunks of shards by number, for all lanes of a process. Holds at most CACHE_BYTES and OPEN_READERS readers.
-
-    needed: the columns of a table that are looked at; None: all.
-    """
-
-    def __init__(self, source: Source, *, needed: Callable[[pa.Table], list[str]] | None) -> None:
-        self.source = source
-        self.needed = needed
-        self._chunks: OrderedDict[tuple[int, int], tuple[Chunk, int]] = OrderedDict()
-        self._bytes = 0
-        # Readers that wait to go on: of shared chunks by the number of the next one, of pieces by the next index.
-        self._readers: OrderedDict[tuple[int, int], Iterator[Chunk]] = OrderedDict()
-        self._open: OrderedDict[tuple[int, int], Iterator[Chunk]] = OrderedDict()
-
-    def chunk(self, shard: int, number: int) -> Chunk:
-        """Examples number * CHUNK ... of a shard that lanes share; fewer than CHUNK at its end, none after it."""
-        key = shard, number
-        if key in self._chunks:
-            self._chunks.move_to_end(key)
-            return self._chunks[key][0]
-        reader = self._readers.pop(key, None) or self._read(shard, number)
-        chunk = next(reader, [])
-        if len(chunk) == CHUNK:
-            self._remember(self._readers, (shard, number + 1), reader)
-        self._keep(key, chunk)
-        return chunk
-
-    def piece(self, shard: int, index: int) -> Chunk:
-        """Some examples of a shard from `index` on: at most CHUNK, or about PIECE_BYTES; none at its end."""
-        reader = self._open.pop((shard, index), None) or self._pieces(shard, index)
-        piece = next(reader, [])
-        if len(piece):
-            self._remember(self._open, (shard, index + len(piece)), reader)
-        return piece
-
-    def _remember(
-        self, readers: "OrderedDict[tuple[int, int], Iterator[Chunk]]", at: tuple[int, int], reader: Iterator[Chunk]
-    ) -> None:
-        readers[at] = reader
-        if len(readers) > OPEN_READERS:
-            readers.popitem(last=False)
-
-    def _keep(self, key: tuple[int, int], chunk: Chunk) -> None:
-        size = int(sizes(chunk).sum())
-        self._chunks[key] = chunk, size
-        self._bytes += size
-        while self._bytes > CACHE_BYTES and len(self._chunks) > 1:
-            self._bytes -= self._chunks.popitem(last=False)[1][1]
-
-    def _read(self, shard: int, number: int) -> Iterator[Chunk]:
-        """Full chunks from `number` on, then the rest of the shard."""
-        held: list[Chunk] = []
-        count = 0
-        for piece in self._pieces(shard, number * CHUNK):
-            held.append(piece)
-            count += len(piece)
-            while count >= CHUNK:
-                joined = concatenate(held)
-                yield joined[:CHUNK]
-                rest = joined[CHUNK:]
-                held, count = ([rest] if len(rest) else []), len(rest)
-        if held:
-            yield concatenate(held)
-
-    def _pieces(self, shard: int, start: int) -> Iterator[Chunk]:
-        index = start
-        examples: list[Any] = []
-        size = 0
-        try:
-            for item in self.source.read(shard, start):
-                if isinstance(item, pa.Table):
-                    if examples:
-                        yield examples
-                        examples, size = [], 0
-                    index += len(item)
-                    table = item.select(self.needed(item)) if self.needed else item
-                    yield from (table[first : first + CHUNK] for first in range(0, len(table), CHUNK))
-                else:
-                    index += 1
-                    examples.append(item)
-                    size += size_of(item)
-                    if len(examples) == CHUNK or size >= PIECE_BYTES:
-                        yield examples
-                        examples, size = [], 0
-        except Exception as error:
-            _add_place(error, f"while reading {where(self.source, shard, index)}")
-            raise
-        if examples:
-            yield examples
 
 
 class BlockReader:
@@ -246,11 +143,3 @@ class _Piece:
             self.sizes[part],
             self.reach_of_each,
         )
-
-
-def _add_place(error: Exception, place: str) -> None:
-    """Say where an error of a source happened, keeping its type: as a note, or before Python 3.11 in its message."""
-    if hasattr(error, "add_note"):
-        error.add_note(place)
-    else:
-        error.args = (f"{error} ({place})",)

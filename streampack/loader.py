@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from streampack.ahead import work_ahead
+from streampack.ahead import WorkAhead
 from streampack.collate import Batch, Collator, LayoutName, PackedRow
 from streampack.dataset import PackedDataset, overtaken, warn_if_loaded
 from streampack.hosting import Given, Message, in_order
@@ -100,9 +100,8 @@ class PackedLoader(DataLoader[Any]):
         """
         progress = self._progress = Progress(self.packed.stream, self._start())
         self._loads = self.packed.passes.loads
-        source = self._batches(progress)
-        if self.num_workers == 0:
-            source = work_ahead(source, depth=self._ahead)
+        batches = self._batches(progress)
+        source = WorkAhead(batches, depth=self._ahead) if self.num_workers == 0 else batches
         try:
             for given in source:
                 self._check_current(progress)
@@ -181,8 +180,7 @@ class PackedLoader(DataLoader[Any]):
         rows_per_message = max(1, MESSAGE_TOKENS // self.packed.seq_len)
         if self.num_workers == 0:
             host = start.host(self.packed.stream, rows_per_message=rows_per_message)
-            opener = self.packed.stream.open_lanes(first_epoch=start.first_epoch, states=start.states)
-            yield from host.messages(opener)
+            yield from self.packed.stream.messages(host, first_epoch=start.first_epoch, states=start.states)
             return
         if not self._messages.renew(start, rows_per_message, running=self._iterator is not None):
             self._iterator = None  # living workers cannot be told where to resume: start new ones

@@ -54,7 +54,7 @@ class Messages(IterableDataset[Message]):
             start = Start(first_epoch=int(self._shared[1]), rank=start.rank, world_size=start.world_size)
         stream = self.packed.stream
         host = start.host(stream, worker=worker, num_workers=num_workers, rows_per_message=self._rows_per_message)
-        yield from host.messages(stream.open_lanes(first_epoch=start.first_epoch, states=start.states))
+        yield from stream.messages(host, first_epoch=start.first_epoch, states=start.states)
 
 
 @contextmanager

@@ -9,15 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from streampack.blocks import BlockReader, ShardReader
+from streampack.blocks import BlockReader
 from streampack.dealing import Deal
 from streampack.encode import Encoder
-from streampack.hosting import Given, Host, in_order
+from streampack.hosting import Given, Host, Message, in_order
 from streampack.items import ItemReader, Transform
 from streampack.lane_state import LaneState
 from streampack.lanes import Lane
 from streampack.mixture import Mix
 from streampack.packing import Packer
+from streampack.reading import ShardReader
 from streampack.sources import Source, locate
 
 
@@ -50,16 +51,21 @@ class Stream:
     names: Mapping[str, Any] = field(default_factory=dict)
     """More that identifies the stream: settings of the encoding."""
 
-    def open_lanes(self, *, first_epoch: int, states: Mapping[int, LaneState]) -> "LaneOpener":
-        """Opens lanes of a pass from `first_epoch`; those with a state continue from it. One for each process."""
-        return LaneOpener(self, first_epoch, states)
+    def messages(
+        self, host: Host, *, first_epoch: int = 0, states: Mapping[int, LaneState] | None = None
+    ) -> Iterator[Message]:
+        """What the lanes of a host give in a pass from `first_epoch`; those with a state continue from it."""
+        opener = LaneOpener(self, first_epoch, states or {})
+        try:
+            yield from host.messages(opener)
+        finally:
+            opener.close()
 
     def rows(
         self, host: Host, *, first_epoch: int = 0, states: Mapping[int, LaneState] | None = None
     ) -> Iterator[Given]:
-        """All that one host's lanes give, in order, in this process."""
-        opener = self.open_lanes(first_epoch=first_epoch, states=states or {})
-        return in_order(host.messages(opener), num_workers=1)
+        """The same in order, where the host has all lanes of a rank."""
+        return in_order(self.messages(host, first_epoch=first_epoch, states=states), num_workers=1)
 
     def deal(self, part: Part) -> Deal:
         """Which lane reads what of a source. The sources of a mixture have orders of their own, by their names."""
@@ -130,6 +136,10 @@ class LaneOpener:
             ShardReader(part.source, needed=part.encoder.needed if part.transform is None else None)
             for part in stream.parts
         ]
+
+    def close(self) -> None:
+        for reader in self._readers:
+            reader.close()
 
     def __call__(self, lane: int) -> Lane:
         stream = self.stream

@@ -109,7 +109,7 @@ class Ranks:
 
     def _messages(self, start: Start, worker: int, workers: int, rows_per_message: int = 2) -> Iterator[Message]:
         host = start.host(self.stream, worker=worker, num_workers=workers, rows_per_message=rows_per_message)
-        return host.messages(self.stream.open_lanes(first_epoch=start.first_epoch, states=start.states))
+        return self.stream.messages(host, first_epoch=start.first_epoch, states=start.states)
 
     def step(self) -> list[Given]:
         """The next row of every rank that has one, in rank order: the next rows of the stream."""

@@ -10,7 +10,7 @@ import streampack
 
 FOLDER = Path(streampack.__file__).parent
 CORE = [
-    *("order", "sources", "huggingface", "tables", "dealing", "rows", "token_ids", "encode", "blocks"),
+    *("order", "sources", "huggingface", "tables", "dealing", "rows", "token_ids", "encode", "reading", "blocks"),
     *("packing", "items", "lane_state", "feeds", "mixture", "lanes", "hosting", "stream", "settings"),
     *("state", "progress"),
 ]

@@ -1,0 +1,185 @@
+"""Reading: shards in chunks and pieces, for all lanes of a process; a thread reads the next one meanwhile.
+
+A shard that all lanes share is read in chunks of CHUNK examples at fixed places, so that a chunk is read once for the
+lanes of a process while they stay near each other; a lane that falls behind the cache gets a reader of its own.
+"""
+
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pyarrow as pa
+
+from streampack.sources import Source, where
+from streampack.tables import Chunk, concatenate, size_of, sizes
+
+CHUNK = 256
+PIECE_BYTES = 1 << 20
+CACHE_BYTES = 64 << 20
+OPEN_READERS = 64
+CLOSE_SECONDS = 5.0
+
+
+class ShardReader:
+    """Chunks of shards by number, and pieces by index. Holds at most CACHE_BYTES of chunks, and OPEN_READERS readers
+    with one piece (of about PIECE_BYTES) or chunk each that was read ahead.
+
+    needed: the columns of a table that are looked at; None: all.
+    """
+
+    def __init__(self, source: Source, *, needed: Callable[[pa.Table], list[str]] | None) -> None:
+        self.source = source
+        self.needed = needed
+        self._chunks: OrderedDict[tuple[int, int], tuple[Chunk, int]] = OrderedDict()
+        self._bytes = 0
+        # What comes next, and is being read: of shared chunks by the number, of pieces by the index.
+        self._readers: OrderedDict[tuple[int, int], _Next] = OrderedDict()
+        self._open: OrderedDict[tuple[int, int], _Next] = OrderedDict()
+        self._thread: _ReadingThread | None = None
+
+    def chunk(self, shard: int, number: int) -> Chunk:
+        """Examples number * CHUNK ... of a shard that lanes share; fewer than CHUNK at its end, none after it."""
+        key = shard, number
+        if key in self._chunks:
+            self._chunks.move_to_end(key)
+            return self._chunks[key][0]
+        reader = self._readers.pop(key, None) or _Next(self._read(shard, number))
+        chunk = reader.result()
+        if len(chunk) == CHUNK:
+            self._go_on(self._readers, (shard, number + 1), reader)
+        self._keep(key, chunk)
+        return chunk
+
+    def piece(self, shard: int, index: int) -> Chunk:
+        """Some examples of a shard from `index` on: at most CHUNK, or about PIECE_BYTES; none at its end."""
+        reader = self._open.pop((shard, index), None) or _Next(self._pieces(shard, index))
+        piece = reader.result()
+        if len(piece):
+            self._go_on(self._open, (shard, index + len(piece)), reader)
+        return piece
+
+    def close(self) -> None:
+        """End the thread. (A read that does not come back is left to itself after CLOSE_SECONDS.)"""
+        if self._thread is not None:
+            self._thread.close()
+            self._thread = None
+
+    def _go_on(self, readers: "OrderedDict[tuple[int, int], _Next]", at: tuple[int, int], reader: "_Next") -> None:
+        """Remember a reader by the place it is at, and read on in the thread, if not so many are open that it may be
+        closed before it is asked for. Where reading costs nothing there is no need to."""
+        readers[at] = following = _Next(reader.iterator)
+        if len(readers) > OPEN_READERS:
+            readers.popitem(last=False)
+        elif not getattr(self.source, "random_access", False):
+            self._thread = self._thread or _ReadingThread()
+            self._thread.submit(following)
+
+    def _keep(self, key: tuple[int, int], chunk: Chunk) -> None:
+        size = int(sizes(chunk).sum())
+        self._chunks[key] = chunk, size
+        self._bytes += size
+        while self._bytes > CACHE_BYTES and len(self._chunks) > 1:
+            self._bytes -= self._chunks.popitem(last=False)[1][1]
+
+    def _read(self, shard: int, number: int) -> Iterator[Chunk]:
+        """Full chunks from `number` on, then the rest of the shard."""
+        held: list[Chunk] = []
+        count = 0
+        for piece in self._pieces(shard, number * CHUNK):
+            held.append(piece)
+            count += len(piece)
+            while count >= CHUNK:
+                joined = concatenate(held)
+                yield joined[:CHUNK]
+                rest = joined[CHUNK:]
+                held, count = ([rest] if len(rest) else []), len(rest)
+        if held:
+            yield concatenate(held)
+
+    def _pieces(self, shard: int, start: int) -> Iterator[Chunk]:
+        index = start
+        examples: list[Any] = []
+        size = 0
+        try:
+            for item in self.source.read(shard, start):
+                if isinstance(item, pa.Table):
+                    if examples:
+                        yield examples
+                        examples, size = [], 0
+                    index += len(item)
+                    table = item.select(self.needed(item)) if self.needed else item
+                    yield from (table[first : first + CHUNK] for first in range(0, len(table), CHUNK))
+                else:
+                    index += 1
+                    examples.append(item)
+                    size += size_of(item)
+                    if len(examples) == CHUNK or size >= PIECE_BYTES:
+                        yield examples
+                        examples, size = [], 0
+        except Exception as error:
+            _add_place(error, f"while reading {where(self.source, shard, index)}")
+            raise
+        if examples:
+            yield examples
+
+
+class _Next:
+    """The next item of an iterator: read when it is asked for, or before that by a thread."""
+
+    __slots__ = ("_error", "_item", "_lock", "_read", "iterator")
+
+    def __init__(self, iterator: Iterator[Chunk]) -> None:
+        self.iterator = iterator
+        self._lock = threading.Lock()
+        self._read = False
+        self._item: Chunk = []
+        self._error: BaseException | None = None
+
+    def read(self) -> None:
+        with self._lock:
+            if not self._read:
+                self._read = True
+                try:
+                    self._item = next(self.iterator, [])
+                except BaseException as error:
+                    self._error = error
+
+    def result(self) -> Chunk:
+        """The item; none at the end."""
+        self.read()
+        if self._error is not None:
+            raise self._error
+        return self._item
+
+
+class _ReadingThread:
+    """Reads what was submitted, in order."""
+
+    def __init__(self) -> None:
+        self._asked: queue.SimpleQueue[_Next | None] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="streampack reading", daemon=True)
+        self._thread.start()
+
+    def submit(self, following: _Next) -> None:
+        self._asked.put(following)
+
+    def _run(self) -> None:
+        while (following := self._asked.get()) is not None and not self._closed.is_set():
+            following.read()
+            del following  # what was read belongs to whoever asks for it
+
+    def close(self) -> None:
+        self._closed.set()
+        self._asked.put(None)
+        self._thread.join(CLOSE_SECONDS)
+
+
+def _add_place(error: Exception, place: str) -> None:
+    """Say where an error of a source happened, keeping its type: as a note, or before Python 3.11 in its message."""
+    if hasattr(error, "add_note"):
+        error.add_note(place)
+    else:
+        error.args = (f"{error} ({place})",)
