@@ -2,15 +2,18 @@
 
 from streampack.collate import Collator, PackedRow
 from streampack.dataset import PackedDataset
-from streampack.loader import PackedLoader
+from streampack.loader import BadExample, PackedLoader
+from streampack.mixture import Mixture
 from streampack.sources import FunctionSource, SequenceSource, Source
 from streampack.state import StateError, merge_states
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BadExample",
     "Collator",
     "FunctionSource",
+    "Mixture",
     "PackedDataset",
     "PackedLoader",
     "PackedRow",

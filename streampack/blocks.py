@@ -65,9 +65,12 @@ class BlockReader:
 
     def _read(self, start: Position) -> "Iterator[_Piece]":
         shards, are_dealt = self.deal.turns(epoch=start.epoch, lane=self.lane)
+        prefetch = getattr(self.reader.source, "prefetch", None)
         for turn in range(start.turn, len(shards)):
             shard, dealt = int(shards[turn]), bool(are_dealt[turn])
             index = start.index if turn == start.turn else 0
+            if prefetch is not None and turn + 1 < len(shards):
+                prefetch(int(shards[turn + 1]))
             if dealt:
                 yield from self._read_dealt(start.epoch, shard, turn, index)
                 continue

@@ -16,7 +16,7 @@ from streampack.progress import Progress, Start
 from streampack.ranks import check_rank, limit_tokenizer_threads, rank_of_environment, rank_of_group, worker_of_process
 from streampack.rows import Row
 from streampack.settings import Settings, check_numbers
-from streampack.state import StateError, check
+from streampack.state import StateError, accept
 
 
 class PackedDataset(IterableDataset[PackedRow]):
@@ -233,17 +233,19 @@ class PackedDataset(IterableDataset[PackedRow]):
         start = Start(first_epoch=self.passes.upcoming, rank=rank, world_size=world_size)
         return Progress(self.stream, start).worker_state(worker=worker, num_workers=num_workers)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, change_weights: bool = False) -> None:
         """Continue from a state: of a PackedLoader or of this dataset. Used by the next pass.
+
+        change_weights: a Mixture may have other weights than when the state was saved; they apply from here on.
 
         Raises:
             StateError: naming both values, if the state is not one of this stream, or of another rank or worker.
         """
-        check(state, stream=self.stream.identity())
+        state = accept(state, stream=self.stream.identity(), change_weights=change_weights)
         worker, num_workers = worker_of_process()
         rank, world_size = self.resolve_rank()
         start = Start.of(state, rank=rank, world_size=world_size, worker=worker, num_workers=num_workers)
-        self.loaded = dict(state)
+        self.loaded = state
         self._progress = None
         self.passes.load(next_epoch=start.first_epoch + (self.stream.epochs or 1))
 

@@ -13,12 +13,13 @@ import numpy as np
 import pyarrow as pa
 
 from streampack.sources import Fault, FaultReason
-from streampack.tables import Block
-from streampack.token_ids import Encoded, IdReader, needed, show
+from streampack.tables import Block, Chunk, missing
+from streampack.token_ids import IDS_HINT, Encoded, IdReader, needed, show
 
 Overlong = Literal["auto", "split", "truncate", "drop", "error"]
 Reason = Literal["empty", "no_target", "overlong"]
 
+TEXT_HINT = "pass text_column='...'"
 _PROBE = "Hello  WORLD,\n\tdon't 12345 été ﬁ 日本 🙂"
 _NO_LIMIT = 1 << 62
 
@@ -81,11 +82,12 @@ class Encoder:
         a resume does not wait for a whole block. Token ids are only looked up, a block at once."""
         return 128 if self.tokenizer is not None else 1 << 30
 
-    def needed(self, table: pa.Table) -> list[str]:
-        """The columns of a table that are looked at; all where those that must be there are not."""
-        wanted = [self.text_column] if self.tokenizer is not None else needed(table)
-        must = self.text_column if self.tokenizer is not None else "input_ids"
-        return wanted if must in table.column_names else list(table.column_names)
+    def select(self, table: pa.Table) -> Chunk:
+        """A table with the columns that are looked at. Without the one that must be there its examples are faults."""
+        must, hint = (self.text_column, TEXT_HINT) if self.tokenizer is not None else ("input_ids", IDS_HINT)
+        if must not in table.column_names:
+            return [missing(must, table.column_names, hint)] * len(table)
+        return table.select([must] if self.tokenizer is not None else needed(table))
 
     def encode(self, block: Block, picks: Sequence[int]) -> list[Encoded | Reason | Fault]:
         """The tokens of the picked examples of a block, or why one is left out.
@@ -105,7 +107,7 @@ class Encoder:
         ]
 
     def _tokenize(self, block: Block, picks: Sequence[int]) -> list[Encoded | Fault]:
-        texts = block.column(self.text_column, hint="pass text_column='...'").take(picks)
+        texts = block.column(self.text_column, hint=TEXT_HINT).take(picks)
         usable = [text for text in texts if isinstance(text, str)]
         bad: set[str] = set()
         try:

@@ -160,7 +160,7 @@ def _stream_name(stream: Any, files: list[str], num_shards: int) -> str:
         warnings.warn(
             f"a stream of {num_shards} shards without files has no name that tells it from another; pass "
             "source_name='...' so that a saved state can be refused for other data",
-            stacklevel=6,
+            stacklevel=7,
         )
         return f"stream of {num_shards} shards"
     parts = [

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
@@ -15,12 +15,22 @@ from streampack.lane_state import COUNTS
 from streampack.messages import Messages, quiet_fork
 from streampack.progress import Progress, Start
 from streampack.rows import Row
-from streampack.state import StateError, check
+from streampack.state import StateError, accept
 
 MESSAGE_TOKENS = 1 << 18
 """Tokens in a message from a worker, about: enough that its fixed cost does not show, little enough to hold many."""
 AHEAD = 8
 """Batches that the thread of num_workers=0 works ahead."""
+
+
+class BadExample(NamedTuple):
+    """An example that bad="drop" left out."""
+
+    where: str
+    """Source, shard and index; of a plain text file its line."""
+    reason: str
+    what: str
+    """What is wrong, with the value."""
 
 
 class PackedLoader(DataLoader[Any]):
@@ -221,15 +231,17 @@ class PackedLoader(DataLoader[Any]):
             return Progress(dataset.stream, Start.of(loaded, rank=rank, world_size=world_size))
         return Progress(dataset.stream, self._fresh_start(dataset.passes.upcoming, rank, world_size))
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, change_weights: bool = False) -> None:
         """Continue from a state, on any number of ranks (that divides lanes) and workers. Used by the next pass.
 
         A pass that is running raises at its next batch.
 
+        change_weights: a Mixture may have other weights than when the state was saved; they apply from here on.
+
         Raises:
             StateError: naming both values, if the state is not one of this stream, or is that of one of several ranks.
         """
-        check(state, stream=self.packed.stream.identity())
+        state = accept(state, stream=self.packed.stream.identity(), change_weights=change_weights)
         if state["world_size"] > 1:
             raise StateError(
                 f"the state is of rank {state['rank']} of {state['world_size']} alone; load "
@@ -237,7 +249,7 @@ class PackedLoader(DataLoader[Any]):
             )
         rank, world_size = self.packed.resolve_rank()
         Start.of(state, rank=rank, world_size=world_size)
-        self._loaded = dict(state)
+        self._loaded = state
         self._progress = None
         self._last = []
 
@@ -258,11 +270,28 @@ class PackedLoader(DataLoader[Any]):
         """Statistics of this rank up to the last batch, plain numbers to log; they travel with the state.
 
         rows, segments, tokens, loss_tokens: made so far; examples, split: taken from the source, and cut into
-        fragments; truncated_tokens; empty, no_target, bad, overlong, transform: examples left out, by reason;
+        fragments; truncated_tokens; empty, no_target, bad, overlong, transform: examples left out, by reason, and
+        bad_malformed, bad_null ...: the bad ones, see `bad_examples`;
         no_target_tokens: in rows left out since they held no target; padding_tokens; fill: tokens / cells; epoch:
         epochs given, with the share of the present one; lane_rows_min, lane_rows_max: how even the lanes are.
         """
         return self._current().stats()
+
+    @property
+    def source_stats(self) -> dict[str, dict[str, float]]:
+        """Of each source of a Mixture, on this rank in this pass: {} for a stream of one source.
+
+        weight: what its share should be (of tokens, or with by="examples" of examples); share_entered, share: its
+        share of the tokens that entered the lanes, and of those in rows; tokens_entered, tokens, examples: their
+        numbers; epoch: its own, with the share of the present one.
+        """
+        return self._current().source_stats()
+
+    @property
+    def bad_examples(self) -> list[BadExample]:
+        """The last 1000 bad examples that were left out in this pass since it began or resumed, oldest first."""
+        where = self.packed.stream.where
+        return [BadExample(where(bad.shard, bad.index), bad.reason, bad.what) for bad in self._current().bad]
 
 
 def _check_counts(*, batch_size: Any, prefetch_factor: Any) -> None:

@@ -50,7 +50,8 @@ class Mixture:
             raise ValueError(f"a Mixture of {len(sources)} sources: at most 255")
         total = sum(weights.values())
         self.sources = dict(sources)
-        self.weights = {name: weights[name] / total for name in sources}
+        # Rounded, so that 0.6 of 1.0 stays 0.6, and weights of the same ratios are the same.
+        self.weights = {name: round(weights[name] / total, 12) for name in sources}
         self.stop: Stop = stop
         self.by: By = by
 

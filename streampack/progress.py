@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from streampack.hosting import Given, Host
+from streampack.items import Bad
 from streampack.lane_state import BAD, COUNTS, FeedState, LaneState
 from streampack.state import VERSION, StateError
 from streampack.stream import Stream
 
+BAD_LISTED = 1000
 HISTORY = 16
 """Batches back for which `state(batches=...)` can still be asked."""
 
@@ -92,6 +94,8 @@ class Progress:
         self.row, self.rows = start.row, start.rows
         self.batches = 0
         self.last: Given | None = None
+        self.bad: deque[Bad] = deque(maxlen=BAD_LISTED)
+        """Bad examples left out on the way to what was handed out."""
         self.ended = False
         """The pass is over: the next one begins with the next epoch."""
         self._changed: dict[int, LaneState | None] = {}
@@ -105,6 +109,7 @@ class Progress:
         self._changed.setdefault(given.lane, self.lanes.get(given.lane))
         self.lanes[given.lane] = given.state
         self.last = given
+        self.bad.extend(given.bad)
         if given.row is not None:
             self.row = self.host.row_after(given)
             self.rows += self.start.world_size

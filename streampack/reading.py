@@ -26,12 +26,12 @@ class ShardReader:
     """Chunks of shards by number, and pieces by index. Holds at most CACHE_BYTES of chunks, and OPEN_READERS readers
     with one piece (of about PIECE_BYTES) or chunk each that was read ahead.
 
-    needed: the columns of a table that are looked at; None: all.
+    select: keeps of a table what is looked at; None: all.
     """
 
-    def __init__(self, source: Source, *, needed: Callable[[pa.Table], list[str]] | None) -> None:
+    def __init__(self, source: Source, *, select: Callable[[pa.Table], Chunk] | None) -> None:
         self.source = source
-        self.needed = needed
+        self.select = select
         self._chunks: OrderedDict[tuple[int, int], tuple[Chunk, int]] = OrderedDict()
         self._bytes = 0
         # What comes next, and is being read: of shared chunks by the number, of pieces by the index.
@@ -109,8 +109,8 @@ class ShardReader:
                         yield examples
                         examples, size = [], 0
                     index += len(item)
-                    table = item.select(self.needed(item)) if self.needed else item
-                    yield from (table[first : first + CHUNK] for first in range(0, len(table), CHUNK))
+                    chunk = self.select(item) if self.select else item
+                    yield from (chunk[first : first + CHUNK] for first in range(0, len(chunk), CHUNK))
                 else:
                     index += 1
                     examples.append(item)

@@ -6,7 +6,9 @@
  "lanes": {"0": "...", "1": "...", ...}}
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from streampack.lane_state import LaneState
@@ -19,12 +21,13 @@ class StateError(ValueError):
     """A saved state that cannot be continued here; the message names both values and the remedy."""
 
 
-def check(state: Any, *, stream: Mapping[str, Any]) -> None:
+def check(state: Any, *, stream: Mapping[str, Any], change_weights: bool = False) -> None:
     """Refuse a state that is not one of this stream.
 
     Args:
         state: what `state_dict()` returned.
         stream: what identifies the stream here.
+        change_weights: allow other weights of a mixture.
 
     Raises:
         StateError: naming what differs, both values and the remedy.
@@ -33,11 +36,41 @@ def check(state: Any, *, stream: Mapping[str, Any]) -> None:
     _check_lanes(state)
     saved = state["stream"]
     for key in [*saved, *(key for key in stream if key not in saved)]:
-        if saved.get(key) != stream.get(key):
-            raise StateError(
-                f"cannot resume: the state was saved with {key}={saved.get(key)!r}, this stream has "
-                f"{key}={stream.get(key)!r}; make them equal, or start without the state"
-            )
+        if saved.get(key) == stream.get(key):
+            continue
+        both = key in saved and key in stream
+        if key == "weights" and both and change_weights:
+            continue
+        remedy = "make them equal, or start without the state"
+        if key == "weights" and both:
+            remedy = "make them equal, or pass change_weights=True to mix by the new ones from here on"
+        raise StateError(
+            f"cannot resume: the state was saved with {key}={saved.get(key)!r}, this stream has "
+            f"{key}={stream.get(key)!r}; {remedy}"
+        )
+
+
+def accept(state: Any, *, stream: Mapping[str, Any], change_weights: bool) -> dict[str, Any]:
+    """A copy of a state of this stream. Where weights of its mixture change, what has entered so far counts no more.
+
+    Raises:
+        StateError: see `check`.
+    """
+    check(state, stream=stream, change_weights=change_weights)
+    accepted = dict(state)
+    before, after = state["stream"].get("weights"), stream.get("weights")
+    if before != after:
+        warnings.warn(
+            f"the weights of the mixture change with row {state['row']}: from {before} to {after}", stacklevel=3
+        )
+        accepted["stream"] = dict(stream)
+        accepted["lanes"] = {lane: _unmixed(LaneState.from_json(text)) for lane, text in state["lanes"].items()}
+    return accepted
+
+
+def _unmixed(lane: LaneState) -> str:
+    feeds = [replace(feed, entered=(0, *feed.entered[1:])) for feed in lane.feeds]
+    return replace(lane, feeds=tuple(feeds)).to_json()
 
 
 def _check_format(state: Any) -> None:

@@ -19,7 +19,7 @@ from streampack.lanes import Lane
 from streampack.mixture import Mix
 from streampack.packing import Packer
 from streampack.reading import ShardReader
-from streampack.sources import Source, locate
+from streampack.sources import Source, locate, where
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +81,19 @@ class Stream:
 
     def place(self, shard: int, index: int) -> tuple[str, int | str, int]:
         """(source, shard, index) of an example as a person knows them; in a mixture the source is its name there."""
+        part, shard = self._part_of(shard)
+        name = part.source.name if part.name is None else part.name
+        return (name, *locate(part.source, shard, index))
+
+    def where(self, shard: int, index: int) -> str:
+        """The same for messages and lists of bad examples, as exact as the source knows it."""
+        part, shard = self._part_of(shard)
+        return where(part.source, shard, index)
+
+    def _part_of(self, shard: int) -> tuple[Part, int]:
         firsts = self.first_shards
         at = bisect.bisect_right(firsts, shard) - 1
-        part = self.parts[at]
-        name = part.source.name if part.name is None else part.name
-        return (name, *locate(part.source, shard - firsts[at], index))
+        return self.parts[at], shard - firsts[at]
 
     @property
     def num_shards(self) -> int:
@@ -133,7 +141,7 @@ class LaneOpener:
         self._first_shards = stream.first_shards
         self._deals = [stream.deal(part) for part in stream.parts]
         self._readers = [
-            ShardReader(part.source, needed=part.encoder.needed if part.transform is None else None)
+            ShardReader(part.source, select=part.encoder.select if part.transform is None else None)
             for part in stream.parts
         ]
 

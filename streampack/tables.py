@@ -85,7 +85,7 @@ class Block:
         if isinstance(self.data, pa.Table):
             if name in self.data.column_names:
                 return Column(self.data.column(name))
-            return Column([_missing(name, self.names, hint)] * len(self))
+            return Column([missing(name, self.names, hint)] * len(self))
         return Column([_value(example, name, hint) for example in self.data])
 
 
@@ -94,10 +94,11 @@ def _value(example: Any, name: str, hint: str) -> Any:
         return example
     if not isinstance(example, Mapping):
         return Fault("type", f"the example is {type(example).__name__}, not a dict of columns")
-    return example[name] if name in example else _missing(name, list(map(str, example)), hint)
+    return example[name] if name in example else missing(name, list(map(str, example)), hint)
 
 
-def _missing(name: str, names: list[str], hint: str) -> Fault:
+def missing(name: str, names: list[str], hint: str) -> Fault:
+    """An example that has no such column. hint: what to do about it."""
     return Fault("missing", f"no column {name!r} (there are: {', '.join(names) or 'none'}); {hint}")
 
 

@@ -19,6 +19,7 @@ from streampack.tables import Block, is_list_like, list_columns
 MASKS = ("completion_mask", "assistant_masks", "loss_mask")
 """Per-token columns that are understood as target masks: 1 where the token is a target."""
 TARGETS = ("labels", *MASKS)
+IDS_HINT = "pass a tokenizer for examples of text"
 UNUSED = ("token_type_ids", "special_tokens_mask", "attention_mask", "offset_mapping")
 """Per-token columns that tokenizers make and packing replaces. (attention_mask must be all ones.)"""
 _KNOWN = ("input_ids", *TARGETS, *UNUSED)
@@ -57,11 +58,11 @@ class IdReader:
         """
         if isinstance(block.data, pa.Table):
             return self._from_table(block, picks)
-        ids = block.column("input_ids", hint="pass a tokenizer for examples of text")
+        ids = block.column("input_ids", hint=IDS_HINT)
         return [self._from_example(block, pick, ids.array(pick)) for pick in picks]
 
     def _from_table(self, block: Block, picks: Sequence[int]) -> list[Encoded | Fault]:
-        ids = block.column("input_ids", hint="pass a tokenizer for examples of text")
+        ids = block.column("input_ids", hint=IDS_HINT)
         names = [name for name in block.names if name in TARGETS and not block.holds_numbers(name)]
         name = self._target_column(block, 0, names, list_columns(block.data))
         targets = block.column(name) if name else None

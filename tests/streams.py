@@ -21,6 +21,7 @@ from streampack.state import merge_states
 from streampack.stream import Part, Stream
 
 SEQ_LEN = 64
+PACKER = ("buffer_size", "max_examples", "pad_to_multiple_of", "max_bad_share")
 
 
 def examples(count: int, *, seed: int = 0, longest: int = 60) -> list[dict[str, Any]]:
@@ -63,9 +64,7 @@ def make_stream(source: Any, *, epochs: int | None = 1, **changes: Any) -> Strea
     """A small stream of tokenized examples: 16 lanes, rows of 64, buffers of 8, blocks of 10."""
     packing = changes.pop("packing", "auto")
     packer = {"seq_len": SEQ_LEN, "buffer_size": 8, "packing": packing}
-    packer.update(
-        {key: changes.pop(key) for key in ("max_examples", "pad_to_multiple_of", "max_bad_share") if key in changes}
-    )
+    packer.update({key: changes.pop(key) for key in PACKER if key in changes})
     policies = changes.pop("policies", Policies())
 
     def part(data: Any, name: str | None = None) -> Part:
@@ -76,11 +75,12 @@ def make_stream(source: Any, *, epochs: int | None = 1, **changes: Any) -> Strea
             limit=changes.get("max_example_len") or (None if packing == "wrapped" else SEQ_LEN),
             policies=policies,
             cuts_any=packing == "wrapped",
+            vocab_size=vocab_size,
         )
         wrapped = data if isinstance(data, Source) else as_source(data, lanes=settings["lanes"], name="test")
         return Part(source=wrapped, encoder=encoder, name=name, transform=transform)
 
-    transform = changes.pop("transform", None)
+    transform, vocab_size = changes.pop("transform", None), changes.pop("vocab_size", None)
     settings = {"lanes": 16, "shuffle_block": 10, "seed": 3, "epochs": epochs, **changes}
     if isinstance(source, Mixture):
         parts = [part(data, name) for name, data in source.sources.items()]
