@@ -1,7 +1,7 @@
 """PackedLoader: a DataLoader of packed batches whose state covers exactly what it handed out."""
 
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,11 +10,12 @@ from torch.utils.data import DataLoader
 from streampack.ahead import WorkAhead
 from streampack.collate import Batch, Collator, LayoutName, PackedRow
 from streampack.dataset import PackedDataset, overtaken, warn_if_loaded
+from streampack.ending import AtEnd, CpuGroup, check_at_end, resolve, together
 from streampack.hosting import Given, Message, in_order
 from streampack.lane_state import COUNTS
 from streampack.messages import Messages, quiet_fork
 from streampack.progress import Progress, Start
-from streampack.rows import Row
+from streampack.rows import Row, filler_row
 from streampack.state import StateError, accept
 
 MESSAGE_TOKENS = 1 << 18
@@ -46,6 +47,10 @@ class PackedLoader(DataLoader[Any]):
         layout: "flat" or "rows", see `Collator`.
         shift_labels: add `shift_labels` to the batches.
         num_workers: worker processes.
+        at_end: of a finite pass on several ranks, which have not all the same number of rows. "fill": ranks that are
+            out, and short batches, get rows of nothing but padding, until all ranks are out; "cut": all ranks end
+            before the first batch that is not full on one of them, and what is left is counted (`stats`); "own": each
+            rank ends by itself. Default: "fill" with a process group, else "own".
         collate_fn: makes the batch from a list of `PackedRow` instead; layout and shift_labels do not apply then.
         prefetch_factor: messages that each worker prepares ahead (torch's default: 2); with num_workers=0: batches.
         pin_memory: put tensors into pinned memory, where CUDA is available.
@@ -63,6 +68,7 @@ class PackedLoader(DataLoader[Any]):
         layout: LayoutName = "flat",
         shift_labels: bool = False,
         num_workers: int = 0,
+        at_end: AtEnd | None = None,
         collate_fn: Callable[[list[PackedRow]], Any] | None = None,
         prefetch_factor: int | None = None,
         pin_memory: bool = False,
@@ -73,6 +79,7 @@ class PackedLoader(DataLoader[Any]):
     ) -> None:
         if not isinstance(dataset, PackedDataset):
             raise TypeError(f"PackedLoader takes a PackedDataset, not {type(dataset).__name__}")
+        check_at_end(at_end)
         _check_counts(batch_size=batch_size, prefetch_factor=1 if prefetch_factor is None else prefetch_factor)
         self.packed = dataset
         self._messages = Messages(dataset)
@@ -93,6 +100,9 @@ class PackedLoader(DataLoader[Any]):
         # torch must not batch what workers send, but to everyone else this is the batch size. (Its guard against
         # changing it later goes through __setattr__.)
         self.__dict__.update(batch_size=batch_size)
+        self._batch_rows = batch_size
+        self.at_end = at_end
+        self._group = CpuGroup()
         self._pin = pin_memory and torch.cuda.is_available()
         self._loaded: dict[str, Any] | None = None
         self._loads = 0
@@ -103,19 +113,23 @@ class PackedLoader(DataLoader[Any]):
     # ---- iteration -----------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """A pass. Batches come as the collator makes them; the last one of a finite pass may be short.
+        """A pass. Batches come as the collator makes them; the last one of a finite pass may be short (at_end="own").
 
         Raises:
             StateError: if a state is loaded, or another pass begun, while this one is running.
         """
         progress = self._progress = Progress(self.packed.stream, self._start())
         self._loads = self.packed.passes.loads
+        at_end = resolve(self.at_end, endless=self.packed.stream.epochs is None, world_size=progress.start.world_size)
         batches = self._batches(progress)
         source = WorkAhead(batches, depth=self._ahead) if self.num_workers == 0 else batches
         try:
-            for given in source:
+            for given in source if at_end == "own" else self._together(source, progress, at_end):
                 self._check_current(progress)
                 rows = [one.row for one in given if one.row is not None]
+                if at_end == "fill" and len(rows) < self._batch_rows:
+                    progress.filler_rows += self._batch_rows - len(rows)
+                    rows += [filler_row()] * (self._batch_rows - len(rows))
                 batch = self._collate(rows) if rows else None
                 for one in given:
                     progress.take(one)
@@ -127,6 +141,9 @@ class PackedLoader(DataLoader[Any]):
             progress.ended = True
         finally:
             source.close()
+
+    def _together(self, source: Iterable[list[Given]], progress: Progress, at_end: AtEnd) -> Iterator[list[Given]]:
+        return together(source, at_end=at_end, batch_size=self._batch_rows, group=self._group, leave=progress.leave)
 
     def _check_current(self, progress: Progress) -> None:
         if self._progress is not progress or self.packed.passes.loads != self._loads:
@@ -173,7 +190,7 @@ class PackedLoader(DataLoader[Any]):
         for one in in_order(self._receive(progress.start), num_workers=max(1, self.num_workers)):
             given.append(one)
             rows += one.row is not None
-            if rows == self.batch_size:
+            if rows == self._batch_rows:
                 yield given
                 given, rows = [], 0
         yield given
@@ -184,6 +201,8 @@ class PackedLoader(DataLoader[Any]):
             batch = self._collate_rows([dataset.as_dict(row) for row in rows])
         else:
             batch = self._collator.compact(rows, seq_len=dataset.seq_len, pad_token_id=dataset.pad_token_id)
+            if not any(row.num_loss_tokens for row in rows):
+                batch["num_items_in_batch"] = 1  # the mean over no targets would be NaN, their sum over 1 is 0
         return _pinned(batch) if self._pin else batch
 
     def _receive(self, start: Start) -> Iterator[Message]:
@@ -272,7 +291,8 @@ class PackedLoader(DataLoader[Any]):
         rows, segments, tokens, loss_tokens: made so far; examples, split: taken from the source, and cut into
         fragments; truncated_tokens; empty, no_target, bad, overlong, transform: examples left out, by reason, and
         bad_malformed, bad_null ...: the bad ones, see `bad_examples`;
-        no_target_tokens: in rows left out since they held no target; padding_tokens; fill: tokens / cells; epoch:
+        no_target_tokens: in rows left out since they held no target; filler_rows: rows of padding given at the end of
+        this pass; cut_rows, cut_tokens: what at_end="cut" left in it; padding_tokens; fill: tokens / cells; epoch:
         epochs given, with the share of the present one; lane_rows_min, lane_rows_max: how even the lanes are.
         """
         return self._current().stats()

@@ -96,6 +96,7 @@ class Progress:
         self.last: Given | None = None
         self.bad: deque[Bad] = deque(maxlen=BAD_LISTED)
         """Bad examples left out on the way to what was handed out."""
+        self.filler_rows = self.cut_rows = self.cut_tokens = 0
         self.ended = False
         """The pass is over: the next one begins with the next epoch."""
         self._changed: dict[int, LaneState | None] = {}
@@ -113,6 +114,15 @@ class Progress:
         if given.row is not None:
             self.row = self.host.row_after(given)
             self.rows += self.start.world_size
+
+    def leave(self, given: list[Given]) -> None:
+        """The pass ends without these rows."""
+        for one in given:
+            if one.row is None:
+                self.take(one)
+            else:
+                self.cut_rows += 1
+                self.cut_tokens += int(one.row.origin[:, 4].sum())
 
     def end_batch(self) -> None:
         """The rows taken since the last call were one batch."""
@@ -205,6 +215,9 @@ class Progress:
         return {
             **counts,
             "bad": sum(counts[name] for name in BAD),
+            "filler_rows": self.filler_rows,
+            "cut_rows": self.cut_rows,
+            "cut_tokens": self.cut_tokens,
             "padding_tokens": cells - counts["tokens"],
             "fill": counts["tokens"] / cells if cells else 0.0,
             "epoch": sum(map(self._epoch_of, mine)) / len(mine) if mine else float(self.start.first_epoch),

@@ -17,18 +17,26 @@ from .test_loader import packed, rows_of
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
-def run_ranks(work: Callable[..., None], world_size: int, folder: Path, *arguments: Any) -> list[Any]:
-    """Run `work(rank, report, *arguments)` on `world_size` gloo ranks; what each reported, in rank order."""
+def endless() -> PackedDataset:
+    return packed(epochs=None)
+
+
+def run_ranks(
+    work: Callable[..., Any], world_size: int, folder: Path, *arguments: Any, make: Callable[[], Any] = endless
+) -> list[Any]:
+    """Run `work(make(), *arguments)` on `world_size` gloo ranks; what each returned, in rank order."""
     folder.mkdir()
     torch.multiprocessing.start_processes(
-        _rank, args=(work, world_size, str(folder), arguments), nprocs=world_size, start_method="fork"
+        _rank, args=(work, world_size, str(folder), arguments, make), nprocs=world_size, start_method="fork"
     )
     return [json.loads((folder / f"rank-{rank}").read_text()) for rank in range(world_size)]
 
 
-def _rank(rank: int, work: Callable[..., None], world_size: int, folder: str, arguments: Any) -> None:
+def _rank(
+    rank: int, work: Callable[..., Any], world_size: int, folder: str, arguments: Any, make: Callable[[], Any]
+) -> None:
     torch.set_num_threads(1)
-    dataset = packed(epochs=None)  # built before the process group is there
+    dataset = make()  # built before the process group is there
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/rendezvous",
