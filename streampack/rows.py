@@ -5,6 +5,7 @@ all tokens. `lay_out` makes the full arrays of a whole batch at once. With seq_l
 [5, 6]: input_ids [7, 8, 9, 5, 6, pad], position_ids [0, 1, 2, 0, 1, 0], cu_seqlens [0, 3, 5, 6].
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,28 +59,33 @@ class Layout:
 
 def lay_out(rows: Sequence[Row], *, seq_len: int, pad_token_id: int) -> Layout:
     """Lay out rows as the arrays that models take. `rows` must not be empty; a row without segments is all padding."""
-    count = len(rows)
-    input_ids = np.full((count, seq_len), pad_token_id, dtype=np.int64)
-    labels = np.full((count, seq_len), IGNORE, dtype=np.int64)
-    lengths = []
+    shape = len(rows), seq_len
+    input_ids, labels, position_ids = (np.empty(shape, dtype=np.int64) for _ in range(3))
+    cu_seqlens, max_seqlen = [], []
+    count_up = np.arange(seq_len)
     for place, row in enumerate(rows):
-        cells = len(row.ids)
+        cells, lengths = len(row.ids), row.lengths.tolist()
         input_ids[place, :cells] = row.ids
-        labels[place, :cells] = input_ids[place, :cells]
+        if cells < seq_len:
+            input_ids[place, cells:] = pad_token_id
+            lengths.append(seq_len - cells)
+        own_labels, positions = labels[place], position_ids[place]
+        own_labels[:] = input_ids[place]
+        own_labels[cells:] = IGNORE
         if row.targets is not None:
-            labels[place, :cells][~row.targets] = IGNORE
-        lengths.append(np.append(row.lengths, seq_len - cells) if cells < seq_len else row.lengths)
-    all_lengths = np.concatenate(lengths)
-    starts = np.cumsum(all_lengths) - all_lengths
-    labels.reshape(-1)[starts] = IGNORE  # the first cell of a segment has nothing of its own to be predicted from
-    positions = np.arange(count * seq_len)
-    positions -= np.repeat(starts, all_lengths)
+            own_labels[:cells][~row.targets] = IGNORE
+        ends = [0, *itertools.accumulate(lengths)]
+        for start, length in zip(ends, lengths, strict=False):  # faster than to repeat the starts for all cells
+            positions[start : start + length] = count_up[:length]
+        own_labels[ends[:-1]] = IGNORE  # the first cell of a segment has nothing of its own to be predicted from
+        cu_seqlens.append(np.array(ends, dtype=np.int32))
+        max_seqlen.append(max(lengths))
     return Layout(
         input_ids=input_ids,
         labels=labels,
-        position_ids=positions.reshape(count, seq_len),
-        cu_seqlens=[np.concatenate([[0], np.cumsum(one)]).astype(np.int32) for one in lengths],
-        max_seqlen=[int(one.max()) for one in lengths],
+        position_ids=position_ids,
+        cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen,
     )
 
 
