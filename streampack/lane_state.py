@@ -8,6 +8,7 @@ import binascii
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -147,23 +148,21 @@ def _unpack(text: str) -> bytes:
 
 
 def _integers(numbers: Iterable[int]) -> str:
-    return f"[{','.join(map(str, numbers))}]"
+    return str([*numbers]).replace(" ", "")  # the fastest way to write many small integers
 
 
 def _runs(fragments: Iterable[tuple[int, tuple[int, ...]]], base: int) -> str:
     """Fragments as number - base, first token, step, how many, one after the other: most rise in equal steps."""
-    runs: list[str] = []
-    for number, starts in fragments:
-        first, many = starts[0], len(starts)
-        if many == 1:
-            runs.append(f"{number - base},{first},0,1")
-            continue
-        step = starts[1] - first
-        if many == 2 or starts == tuple(range(first, starts[-1] + 1, step)):
-            runs.append(f"{number - base},{first},{step},{many}")
-        else:
-            runs += [f"{number - base},{start},0,1" for start in starts]
-    return f"[{','.join(runs)}]"
+    return f"[{','.join([f'{number - base}{run}' for number, starts in fragments for run in _runs_of(starts)])}]"
+
+
+@lru_cache(maxsize=4096)  # the same ones come again and again, from row to row and from example to example
+def _runs_of(starts: tuple[int, ...]) -> tuple[str, ...]:
+    first, many = starts[0], len(starts)
+    step = starts[1] - first if many > 1 else 0
+    if many <= 2 or starts == tuple(range(first, starts[-1] + 1, step)):
+        return (f",{first},{step},{many}",)
+    return tuple(f",{start},0,1" for start in starts)
 
 
 def _from_runs(runs: Sequence[int], base: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
