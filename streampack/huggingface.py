@@ -22,6 +22,7 @@ ones, are not split again inside a DataLoader worker."""
 
 
 _KEEP_EXAMPLES = ("ArrowExamples", "RebatchedArrowExamples", "SelectColumns", "FormattedExamples")
+_WITH_FUNCTIONS = ("Mapped", "Filtered")
 _OF_WHOLE_STREAMS = ("Take", "Skip", "Cycling", "RandomlyCycling")
 
 
@@ -61,6 +62,9 @@ class StreamSource:
         self.num_examples = _count(stream, files)
         arrow = getattr(stream._ex_iterable, "iter_arrow", None) is not None
         self.stream = stream.with_format("arrow" if arrow else None)
+        # Functions of the user's (map, filter, a generator) need not stand two threads at a time.
+        own = any(type(node).__name__.startswith(_WITH_FUNCTIONS) for node in _nodes(stream._ex_iterable))
+        self.concurrent = arrow and not own
 
     def read(self, shard: int, start: int) -> Iterator[Example | pa.Table]:
         stream = self.stream if self.is_whole else self.stream.shard(num_shards=self.num_shards, index=shard)

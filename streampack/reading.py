@@ -68,11 +68,11 @@ class ShardReader:
 
     def _go_on(self, readers: "OrderedDict[tuple[int, int], _Next]", at: tuple[int, int], reader: "_Next") -> None:
         """Remember a reader by the place it is at, and read on in the thread, if not so many are open that it may be
-        closed before it is asked for. Where reading costs nothing there is no need to."""
+        closed before it is asked for, and if the source can be read by two threads at a time."""
         readers[at] = following = _Next(reader.iterator)
         if len(readers) > OPEN_READERS:
             readers.popitem(last=False)
-        elif not getattr(self.source, "random_access", False):
+        elif getattr(self.source, "concurrent", False):
             self._thread = self._thread or _ReadingThread()
             self._thread.submit(following)
 

@@ -50,9 +50,13 @@ class Fault:
 class Source(Protocol):
     """What streampack asks of a source.
 
+    `read` may go on in another thread than it began in, but only one runs at a time, unless the source says that it is
+    `concurrent`.
+
     Optional: `num_examples` (int or None), from which statistics say the share of an epoch; `random_access` (bool),
-    where seeking and reading single examples cost nothing; `locate(shard, index)`, see `locate`; `prefetch(shard)`,
-    called when a lane begins a shard with the one that it reads next, to fetch it in the background.
+    where seeking and reading single examples cost nothing; `concurrent` (bool): several shards may be read at the same
+    time, by threads, so that a thread reads ahead; `locate(shard, index)`, see `locate`; `prefetch(shard)`, called when
+    a lane begins a shard with the one that it reads next, to fetch it in the background.
     """
 
     @property

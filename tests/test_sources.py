@@ -1,9 +1,15 @@
 import functools
+import gc
 import itertools
 import re
 import textwrap
+import threading
+import time
 from collections import UserDict, deque
+from pathlib import Path
+from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -12,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import streampack.sources
-from streampack import FunctionSource, PackedDataset, SequenceSource, Source
+from streampack import FunctionSource, PackedDataset, PackedLoader, SequenceSource, Source
 from streampack.sources import as_source, locate, where
 
 from .tiny_tokenizers import word_tokenizer
@@ -334,3 +340,77 @@ def test_columns_that_a_transform_sees_may_change_their_type_from_table_to_table
 def test_columns_that_are_not_needed_may_change_their_type_from_example_to_example():
     rows = [{"text": "a", "meta": meta} for meta in (None, "x", 1, [2], {"y": 3})]
     assert texts_of_rows(Lists(rows)) == [3] * 5
+
+
+# ---- reading ahead -------------------------------------------------------------------------------------------------
+
+
+class Watched:
+    """Says which threads read, and how many at a time."""
+
+    name, num_shards = "watched", 8
+
+    def __init__(self, *, concurrent: bool) -> None:
+        self.concurrent = concurrent
+        self.threads: set[str] = set()
+        self.reading = 0
+        self.most_at_a_time = 0
+
+    def read(self, shard: int, start: int) -> Any:
+        for index in range(start, 2000):
+            if index % 256 == 0:
+                self.reading += 1
+                self.most_at_a_time = max(self.most_at_a_time, self.reading)
+                self.threads.add(threading.current_thread().name)
+                time.sleep(0)  # let the other thread have its turn
+                self.reading -= 1
+            yield {"input_ids": [shard, index]}
+
+
+def test_a_source_that_stands_it_is_read_ahead_by_a_thread_which_ends_with_the_pass() -> None:
+    source = Watched(concurrent=True)
+    rows = list(PackedDataset(source, seq_len=64, lanes=4))
+    assert len(rows) == 8 * 2000 * 2 // 64
+    assert "streampack reading" in source.threads
+    assert not [one for one in threading.enumerate() if one.name == "streampack reading"]
+    for _ in zip(range(3), PackedDataset(source, seq_len=64, lanes=4), strict=False):
+        pass
+    gc.collect()
+    assert not [one for one in threading.enumerate() if one.name == "streampack reading"]
+
+
+def test_a_source_that_does_not_say_so_is_never_read_by_two_threads_at_a_time() -> None:
+    source = Watched(concurrent=False)
+    rows = sum(batch["input_ids"].shape[0] for batch in PackedLoader(PackedDataset(source, seq_len=64, lanes=4), 1))
+    assert rows == 8 * 2000 * 2 // 64
+    assert "streampack reading" not in source.threads
+    assert source.most_at_a_time == 1
+
+
+def test_a_stream_with_functions_of_the_users_is_not_read_by_two_threads(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a"}\n')
+    plain = datasets.load_dataset("json", data_files=str(file), split="train", streaming=True, cache_dir=str(tmp_path))
+    assert as_source(plain, lanes=1).concurrent
+    assert not as_source(plain.map(lambda one: one), lanes=1).concurrent
+    assert not as_source(plain.filter(lambda one: True), lanes=1).concurrent
+    made = datasets.IterableDataset.from_generator(lambda: iter([{"text": "a"}]))
+    assert not as_source(made, lanes=1, name="made").concurrent
+
+
+def test_an_error_while_reading_ahead_comes_when_its_place_is_reached() -> None:
+    class Failing:
+        name, num_shards, concurrent = "failing", 1, True
+
+        def read(self, shard: int, start: int) -> Any:
+            for index in range(start, 1000):
+                if index == 600:
+                    raise KeyError("lost")
+                yield {"input_ids": [index] * 64}
+
+    found = []
+    rows = PackedDataset(Failing(), seq_len=64, lanes=1, shuffle=False, shuffle_block=1, buffer_size=1)
+    with pytest.raises(KeyError, match="lost"):
+        found.extend(int(row["input_ids"][0]) for row in rows)
+    assert found == list(range(len(found)))
+    assert len(found) > 400
