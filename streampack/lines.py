@@ -124,7 +124,7 @@ def line_pieces(source: Opened, *, begin: int, end: int) -> Iterator[tuple[int, 
         last = data.find(b"\n", max(0, end - 1 - at))
         cut = (last if last >= 0 else data.rfind(b"\n")) + 1
         if cut:
-            yield _without_mark(place, b"".join([*parts, data[:cut]]))
+            yield _without_mark(place, b"".join([*parts, memoryview(data)[:cut]]))
             if last >= 0:
                 return
             place, parts = at + cut, []
@@ -204,7 +204,7 @@ class _Decompressed:
         for data in self._pieces():
             cut = data.rfind(b"\n") + 1
             if cut:
-                piece = b"".join([*parts, data[:cut]])
+                piece = b"".join([*parts, memoryview(data)[:cut]])
                 yield _without_mark(place, piece)[1]
                 place, parts = place + len(piece), []
             parts.append(data[cut:])
