@@ -32,7 +32,7 @@ def parquet_parts(file: File) -> list[Part]:
         except pa.ArrowInvalid:  # too short, or without the magic bytes of its end
             return [Part("cut short", 0, 1)]
         except OSError as error:
-            if file.is_remote:
+            if not _is_of_arrow(file, error):
                 raise
             raise _damaged(file, "its footer", error) from error
     return [Part("row group", group, footer.row_group(group).num_rows) for group in range(footer.num_row_groups)]
@@ -88,7 +88,7 @@ def read_part(file: File, part: Part, *, start: int, columns: list[str] | None) 
                     yield _select(table.slice(start), columns)
                 start = max(0, start - len(table))
         except (pa.ArrowException, OSError) as error:
-            if file.is_remote:
+            if not _is_of_arrow(file, error):
                 raise
             raise _damaged(file, part.name, error) from error
 
@@ -123,12 +123,13 @@ def _read_stream(file: File, start: int, columns: list[str] | None) -> Iterator[
                     yield _select(pa.Table.from_batches([batch]).slice(start), columns)
                 start -= min(start, len(batch))
         except (pa.ArrowException, OSError) as error:
-            if source.tell() < file.size and file.is_remote:  # damaged, or the network
+            if source.tell() == file.size:
+                if start == 0:
+                    yield _cut_short(file)
+                return
+            if not _is_of_arrow(file, error):
                 raise
-            if source.tell() < file.size:
-                raise _damaged(file, "a record batch", error) from error
-            if start == 0:
-                yield _cut_short(file)
+            raise _damaged(file, "a record batch", error) from error
 
 
 def _select(table: pa.Table, columns: list[str] | None) -> pa.Table:
@@ -139,8 +140,13 @@ def _cut_short(file: File) -> Fault:
     return Fault("cut_short", f"{file.shown} ends early: what came after its {file.size} bytes is lost; fetch it again")
 
 
+def _is_of_arrow(file: File, error: Exception) -> bool:
+    """Whether an error tells of damaged data: not of the disk (those have a number), nor of a remote filesystem, which
+    must come as it is, since whoever tries again knows it by its type."""
+    return not file.is_remote and getattr(error, "errno", None) is None
+
+
 def _damaged(file: File, what: str, error: Exception) -> ValueError:
-    """For local files. Errors of remote ones come as they are: whoever tries again knows them by their type."""
     reason = " ".join(str(error).split())
     return ValueError(f"{file.shown}, {what}: cannot be read ({reason}); fetch or write the file again")
 

@@ -128,10 +128,6 @@ def opened_for_arrow(file: File, *, memory_map: bool) -> Iterator[Any]:
             yield native
         return
     path = os.fsencode(file.path)
-    if not os.path.getsize(path):  # cannot be mapped
-        _check_size(file, 0)
-        yield pa.BufferReader(b"")
-        return
     with pa.memory_map(path) if memory_map else pa.OSFile(path) as local:
         _check_size(file, local.size())
         yield local
@@ -203,8 +199,7 @@ def _find_local(pattern: str) -> list[tuple[str, int]]:
 def _find_remote(pattern: str, options: Mapping[str, Any]) -> list[tuple[str, int]]:
     filesystem, path = _filesystem(pattern, options)
     head, chain, rest = pattern.partition("::")
-    magic = "*[" if head.startswith("http") else "*?["  # a URL of the web has a "?" before its query
-    if any(letter in pattern for letter in magic):
+    if any(letter in pattern for letter in "*?["):  # (fsspec knows that the "?" of a web address is none)
         hidden_too = os.path.basename(path).startswith(".")  # as for local globs
         infos = [
             info
