@@ -2,6 +2,7 @@
 
 from streampack.collate import Collator, PackedRow
 from streampack.dataset import PackedDataset
+from streampack.files import Files
 from streampack.loader import BadExample, PackedLoader
 from streampack.mixture import Mixture
 from streampack.sources import FunctionSource, SequenceSource, Source
@@ -12,6 +13,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BadExample",
     "Collator",
+    "Files",
     "FunctionSource",
     "Mixture",
     "PackedDataset",

@@ -119,7 +119,7 @@ class ShardReader:
                         yield examples
                         examples, size = [], 0
         except Exception as error:
-            _add_place(error, f"while reading {where(self.source, shard, index)}")
+            _add_place(error, f"while reading {where(self.source, shard, index, may_read=False)}")
             raise
         if examples:
             yield examples

@@ -55,8 +55,10 @@ class Source(Protocol):
 
     Optional: `num_examples` (int or None), from which statistics say the share of an epoch; `random_access` (bool),
     where seeking and reading single examples cost nothing; `concurrent` (bool): several shards may be read at the same
-    time, by threads, so that a thread reads ahead; `locate(shard, index)`, see `locate`; `prefetch(shard)`, called when
-    a lane begins a shard with the one that it reads next, to fetch it in the background.
+    time, by threads, so that a thread reads ahead; `locate(shard, index)`, see `locate`, which reads nothing;
+    `describe(shard, index)`, a text like "a.jsonl, line 17" for messages about an example, which may read the source
+    but must not raise; `prefetch(shard)`, called when a lane begins a shard with the one that it reads next, to fetch
+    it in the background.
     """
 
     @property
@@ -155,7 +157,13 @@ def locate(source: Source, shard: int, index: int) -> tuple[int | str, int]:
     return own(shard, index) if own else (shard, index)
 
 
-def where(source: Source, shard: int, index: int) -> str:
-    """The place of an example, for error messages."""
+def where(source: Source, shard: int, index: int, *, may_read: bool = True) -> str:
+    """The place of an example, for error messages: a source's own `describe(shard, index)` if it has one.
+
+    may_read: False where it is reading that failed, and `describe` might wait for the same server again.
+    """
+    describe = getattr(source, "describe", None)
+    if describe and may_read:
+        return f"source {source.name!r}, {describe(shard, index)}"
     shard_name, place = locate(source, shard, index)
     return f"source {source.name!r}, shard {shard_name}, index {place}"

@@ -10,8 +10,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
+import streampack.files
 from streampack.encode import Encoder, Policies
+from streampack.files import Files
 from streampack.hosting import Given, Message, in_order
 from streampack.mixture import Mix, Mixture
 from streampack.packing import Packer
@@ -46,6 +49,13 @@ def write_parquet(folder: Path, parts: Sequence[list[dict[str, Any]]], *, row_gr
     for file, rows in zip(files, parts, strict=True):
         pq.write_table(pa.Table.from_pylist(rows), file, row_group_size=row_group_size)
     return [str(file) for file in files]
+
+
+def files_in_ranges(files: Any, *, range_bytes: int, **settings: Any) -> Files:
+    """JSONL files in ranges of a few bytes, as files of gigabytes are in ranges of megabytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streampack.files, "RANGE_BYTES", range_bytes)
+        return Files(files, **settings)
 
 
 class Shards:

@@ -10,9 +10,9 @@ import streampack
 
 FOLDER = Path(streampack.__file__).parent
 CORE = [
-    *("order", "sources", "huggingface", "tables", "dealing", "rows", "token_ids", "encode", "reading", "blocks"),
-    *("packing", "items", "lane_state", "feeds", "mixture", "lanes", "hosting", "stream", "settings"),
-    *("state", "progress"),
+    *("order", "sources", "storage", "lines", "columnar", "files", "huggingface", "tables", "dealing"),
+    *("rows", "token_ids", "encode", "reading", "blocks", "packing", "items", "lane_state", "feeds", "mixture"),
+    *("lanes", "hosting", "stream", "settings", "state", "progress"),
 ]
 """Plain Python, NumPy and Arrow, in the order in which they may import each other."""
 WITH_TORCH = ["ranks", "epochs", "collate", "dataset", "messages", "ahead", "ending", "loader"]

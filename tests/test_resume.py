@@ -1,5 +1,6 @@
 """Resuming anywhere gives the uninterrupted rows, on any topology. The torch-free core, in one process."""
 
+import gzip
 import json
 import random
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streampack.files import Files
 from streampack.progress import Start
 from streampack.state import StateError, check
 
@@ -20,6 +22,7 @@ from .streams import (
     Shards,
     all_examples,
     examples,
+    files_in_ranges,
     fingerprints,
     make_stream,
     split_evenly,
@@ -147,15 +150,23 @@ def test_a_damaged_state_is_refused() -> None:
 
 
 def test_real_files_resume_at_random_rows(tmp_path: Path) -> None:
-    files = {
-        "json": write_jsonl(tmp_path, split_evenly(examples(500), 3)),
-        "parquet": write_parquet(tmp_path, split_evenly(examples(500), 2), row_group_size=20),
-    }
-    for kind, names in files.items():
-        data = datasets.load_dataset(kind, data_files=names, split="train", streaming=True, cache_dir=str(tmp_path))
-        stream = make_stream(data, epochs=2)
+    parts = split_evenly(examples(500), 3)
+    jsonl, parquet = write_jsonl(tmp_path, parts), write_parquet(tmp_path, parts, row_group_size=20)
+    for number, name in enumerate(jsonl):
+        (tmp_path / f"{number}.jsonl.gz").write_bytes(gzip.compress(Path(name).read_bytes()))
+    settings = {"split": "train", "streaming": True, "cache_dir": str(tmp_path)}
+    sources = [
+        datasets.load_dataset("json", data_files=jsonl, **settings),
+        datasets.load_dataset("parquet", data_files=parquet[:2], **settings),
+        files_in_ranges(jsonl, range_bytes=900),
+        files_in_ranges(jsonl[0], range_bytes=300),
+        Files(parquet),
+        Files(tmp_path / "*.gz"),
+    ]
+    for source in sources:
+        stream = make_stream(source, epochs=2)
         expected = run_to_the_end(stream, None)
-        for done in (1, 17, 130, len(expected) - 1, len(expected)):
+        for done in (1, 17, len(expected) // 2, len(expected) - 1, len(expected)):
             run = Ranks(stream, 1, 0)
             assert fingerprints(run.take(done)) == expected[:done]
             assert run_to_the_end(stream, run.state(), num_workers=3) == expected[done:]

@@ -1,5 +1,6 @@
 """One row sequence, whoever hosts the lanes; every example once per epoch. The torch-free core, in one process."""
 
+import gzip
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,13 @@ from typing import Any
 import datasets
 import pytest
 
+from streampack.files import Files
+
 from .streams import (
     Ranks,
     all_examples,
     examples,
+    files_in_ranges,
     fingerprints,
     make_stream,
     split_evenly,
@@ -54,6 +58,26 @@ def generator(folder: Path) -> Any:
     return datasets.IterableDataset.from_generator(generate, gen_kwargs={"parts": list(range(7))})
 
 
+def ranges(parts: int) -> Callable[[Path], Files]:
+    def make(folder: Path) -> Files:
+        write_jsonl(folder, split_evenly(examples(COUNT), parts))
+        return files_in_ranges(folder / "*.jsonl", range_bytes=1500)
+
+    return make
+
+
+def mixed_files(folder: Path) -> Files:
+    """Row groups, record batches, a compressed file and an empty one."""
+    parts = split_evenly(examples(COUNT), 4)
+    write_parquet(folder, [*parts[:1], []], row_group_size=9)
+    for number, name in enumerate(write_jsonl(folder, [parts[1]])):
+        (folder / f"{number}.jsonl.gz").write_bytes(gzip.compress(Path(name).read_bytes()))
+        Path(name).write_bytes(b"")
+    for number, part in enumerate(parts[2:]):
+        datasets.Dataset.from_list(part).save_to_disk(folder / f"arrow-{number}", num_shards=2)
+    return Files([folder / "*.parquet", folder / "*.jsonl*", folder / "**" / "*.arrow"])
+
+
 SOURCES = {
     "jsonl-1": jsonl(1),
     "jsonl-3": jsonl(3),
@@ -63,6 +87,9 @@ SOURCES = {
     "arrow": arrow,
     "list": sequence,
     "generator": generator,
+    "files-ranges-of-1": ranges(1),
+    "files-ranges-of-5": ranges(5),
+    "files-mixed": mixed_files,
 }
 
 
