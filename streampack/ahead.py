@@ -13,14 +13,17 @@ HAND_OVER_SECONDS = 0.005
 """As long as Python lets a thread run before another may have its turn (sys.getswitchinterval)."""
 
 
-def work_ahead(source: "Generator[T, None, None]", *, depth: int) -> "Generator[T, None, None]":
+def work_ahead(
+    source: "Generator[T, None, None]", *, depth: int, stopped: threading.Event
+) -> "Generator[T, None, None]":
     """Run a generator in a thread, at most about 2 * `depth` items ahead; its errors are raised here.
+
+    `stopped` is set when nothing more will be asked for, so that the generator can end what it waits for.
 
     Items that are made within HAND_OVER_SECONDS go over together: changing threads costs more than making a few.
     """
     made: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=2)
     most = max(1, depth // 2)
-    stopped = threading.Event()
 
     def put(kind: str, item: Any) -> bool:
         while not stopped.is_set():

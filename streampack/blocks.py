@@ -13,7 +13,8 @@ import pyarrow as pa
 
 from streampack.dealing import Deal
 from streampack.order import IntArray
-from streampack.sources import Source, where
+from streampack.retry import ReadStats, Retry, read_with_retries
+from streampack.sources import Source
 from streampack.tables import Block, Chunk, Position, concatenate, size_of, sizes, take
 
 CHUNK = 256
@@ -30,11 +31,22 @@ class ShardReader:
     """Chunks of shards by number, for all lanes of a process. Holds at most CACHE_BYTES and OPEN_READERS readers.
 
     needed: the columns of a table that are looked at; None: all.
+    retry, closed: see `read_with_retries`.
     """
 
-    def __init__(self, source: Source, *, needed: Callable[[pa.Table], list[str]] | None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        *,
+        needed: Callable[[pa.Table], list[str]] | None,
+        retry: Retry | None = None,
+        closed: Callable[[], bool] | None = None,
+    ) -> None:
         self.source = source
         self.needed = needed
+        self.retry = Retry.of(retry)
+        self.closed = closed
+        self.reading = ReadStats()
         self._chunks: OrderedDict[tuple[int, int], tuple[Chunk, int]] = OrderedDict()
         self._bytes = 0
         # Readers that wait to go on: of shared chunks by the number of the next one, of pieces by the next index.
@@ -92,28 +104,23 @@ class ShardReader:
             yield concatenate(held)
 
     def _pieces(self, shard: int, start: int) -> Iterator[Chunk]:
-        index = start
         examples: list[Any] = []
         size = 0
-        try:
-            for item in self.source.read(shard, start):
-                if isinstance(item, pa.Table):
-                    if examples:
-                        yield examples
-                        examples, size = [], 0
-                    index += len(item)
-                    table = item.select(self.needed(item)) if self.needed else item
-                    yield from (table[first : first + CHUNK] for first in range(0, len(table), CHUNK))
-                else:
-                    index += 1
-                    examples.append(item)
-                    size += size_of(item)
-                    if len(examples) == CHUNK or size >= PIECE_BYTES:
-                        yield examples
-                        examples, size = [], 0
-        except Exception as error:
-            _add_place(error, f"while reading {where(self.source, shard, index)}")
-            raise
+        for item in read_with_retries(
+            self.source, shard, start, retry=self.retry, stats=self.reading, closed=self.closed
+        ):
+            if isinstance(item, pa.Table):
+                if examples:
+                    yield examples
+                    examples, size = [], 0
+                table = item.select(self.needed(item)) if self.needed else item
+                yield from (table[first : first + CHUNK] for first in range(0, len(table), CHUNK))
+            else:
+                examples.append(item)
+                size += size_of(item)
+                if len(examples) == CHUNK or size >= PIECE_BYTES:
+                    yield examples
+                    examples, size = [], 0
         if examples:
             yield examples
 
@@ -246,11 +253,3 @@ class _Piece:
             self.sizes[part],
             self.reach_of_each,
         )
-
-
-def _add_place(error: Exception, place: str) -> None:
-    """Say where an error of a source happened, keeping its type: as a note, or before Python 3.11 in its message."""
-    if hasattr(error, "add_note"):
-        error.add_note(place)
-    else:
-        error.args = (f"{error} ({place})",)

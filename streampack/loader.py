@@ -1,5 +1,6 @@
 """PackedLoader: a DataLoader of packed batches whose state covers exactly what it handed out."""
 
+import threading
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
@@ -99,9 +100,10 @@ class PackedLoader(DataLoader[Any]):
         """
         progress = self._progress = Progress(self.packed.stream, self._start())
         self._loads = self.packed.passes.loads
-        source = self._batches(progress)
+        closed = threading.Event()
+        source = self._batches(progress, closed)
         if self.num_workers == 0:
-            source = work_ahead(source, depth=self._ahead)
+            source = work_ahead(source, depth=self._ahead, stopped=closed)
         try:
             for given in source:
                 self._check_current(progress)
@@ -155,11 +157,11 @@ class PackedLoader(DataLoader[Any]):
         totals = self._progress.counts() if self._progress is not None else dict.fromkeys(COUNTS, 0)
         return Start(first_epoch=epoch, rank=rank, world_size=world_size, totals=totals)
 
-    def _batches(self, progress: Progress) -> "Generator[list[Given], None, None]":
+    def _batches(self, progress: Progress, closed: threading.Event) -> "Generator[list[Given], None, None]":
         """What lanes give, cut after each `batch_size` rows; the last may have fewer rows, or none."""
         given: list[Given] = []
         rows = 0
-        for one in in_order(self._receive(progress.start), num_workers=max(1, self.num_workers)):
+        for one in in_order(self._receive(progress.start, closed), num_workers=max(1, self.num_workers)):
             given.append(one)
             rows += one.row is not None
             if rows == self.batch_size:
@@ -175,18 +177,23 @@ class PackedLoader(DataLoader[Any]):
             batch = self._collator.compact(rows, seq_len=dataset.seq_len, pad_token_id=dataset.pad_token_id)
         return _pinned(batch) if self._pin else batch
 
-    def _receive(self, start: Start) -> Iterator[Message]:
+    def _receive(self, start: Start, closed: threading.Event) -> Iterator[Message]:
         rows_per_message = max(1, MESSAGE_TOKENS // self.packed.seq_len)
         if self.num_workers == 0:
             host = start.host(self.packed.stream, rows_per_message=rows_per_message)
-            opener = self.packed.stream.open_lanes(first_epoch=start.first_epoch, states=start.states)
+            stream, epoch = self.packed.stream, start.first_epoch
+            opener = stream.open_lanes(first_epoch=epoch, states=start.states, closed=closed.is_set)
             yield from host.messages(opener)
             return
         if not self._messages.renew(start, rows_per_message, running=self._iterator is not None):
             self._iterator = None  # living workers cannot be told where to resume: start new ones
+        serial = self._messages.serial
         with quiet_fork():
             iterator = super().__iter__()
-        yield from iterator
+        try:
+            yield from iterator
+        finally:
+            self._messages.close(serial)
 
     # ---- passes and states ---------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """The stream: source, encoding and packing put together. What it gives depends on nothing else: no torch, no ranks."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ from streampack.encode import Encoder
 from streampack.hosting import Given, Host, in_order
 from streampack.items import ItemReader, Transform
 from streampack.lanes import Lane, Packer
+from streampack.retry import Retry
 from streampack.sources import Source
 from streampack.state import LaneState
 
@@ -31,10 +32,17 @@ class Stream:
     """Longest fragment in tokens; None: seq_len (or no limit, with `wrapped`)."""
     names: Mapping[str, Any] = field(default_factory=dict)
     """More that identifies the stream: settings of the encoding."""
+    retry: Retry = field(default_factory=Retry)
+    """How reading goes on after transient errors; not part of the identity."""
 
-    def open_lanes(self, *, first_epoch: int, states: Mapping[int, LaneState]) -> "LaneOpener":
-        """Opens lanes of a pass from `first_epoch`; those with a state continue from it. One for each process."""
-        return LaneOpener(self, first_epoch, states)
+    def open_lanes(
+        self, *, first_epoch: int, states: Mapping[int, LaneState], closed: Callable[[], bool] | None = None
+    ) -> "LaneOpener":
+        """Opens lanes of a pass from `first_epoch`; those with a state continue from it. One for each process.
+
+        closed: says whether the pass was closed, so that a reader which waits for the network gives up.
+        """
+        return LaneOpener(self, first_epoch, states, closed)
 
     def rows(
         self, host: Host, *, first_epoch: int = 0, states: Mapping[int, LaneState] | None = None
@@ -72,12 +80,18 @@ class Stream:
 class LaneOpener:
     """Opens the lanes of a pass in one process, which share its readers."""
 
-    def __init__(self, stream: Stream, first_epoch: int, states: Mapping[int, LaneState]) -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        first_epoch: int,
+        states: Mapping[int, LaneState],
+        closed: Callable[[], bool] | None = None,
+    ) -> None:
         self.stream = stream
         self.first_epoch = first_epoch
         self.states = states
         needed = stream.encoder.needed if stream.transform is None else None
-        self._reader = ShardReader(stream.source, needed=needed)
+        self._reader = ShardReader(stream.source, needed=needed, retry=stream.retry, closed=closed)
         self._deal = stream.deal()
 
     def __call__(self, lane: int) -> Lane:

@@ -10,8 +10,8 @@ import streampack
 
 FOLDER = Path(streampack.__file__).parent
 CORE = [
-    *("order", "sources", "huggingface", "tables", "dealing", "rows", "token_ids", "encode", "blocks"),
-    *("packing", "items", "state", "lanes", "hosting", "stream", "progress"),
+    *("order", "sources", "huggingface", "tables", "dealing", "rows", "token_ids", "encode", "retry"),
+    *("blocks", "packing", "items", "state", "lanes", "hosting", "stream", "progress"),
 ]
 """Plain Python, NumPy and Arrow, in the order in which they may import each other."""
 WITH_TORCH = ["ranks", "epochs", "collate", "dataset", "messages", "ahead", "loader"]
