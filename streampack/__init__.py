@@ -5,6 +5,8 @@ from streampack.dataset import PackedDataset
 from streampack.files import Files
 from streampack.loader import BadExample, PackedLoader
 from streampack.mixture import Mixture
+from streampack.ranks import resolve_once
+from streampack.retry import Retry
 from streampack.sources import FunctionSource, SequenceSource, Source
 from streampack.state import StateError, merge_states
 
@@ -19,8 +21,10 @@ __all__ = [
     "PackedDataset",
     "PackedLoader",
     "PackedRow",
+    "Retry",
     "SequenceSource",
     "Source",
     "StateError",
     "merge_states",
+    "resolve_once",
 ]

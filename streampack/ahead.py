@@ -19,17 +19,18 @@ PAUSE_SECONDS = 0.002
 class WorkAhead(Generic[T]):
     """An iterator over a generator that a thread runs ahead, at most `depth` items. Its errors are raised here.
 
-    `close()` ends the thread, and the generator with it.
+    `close()` ends the thread, and the generator with it. `stopped` is set first, so that the generator can end what it
+    waits for.
     """
 
-    def __init__(self, source: "Generator[T, None, None]", *, depth: int) -> None:
+    def __init__(self, source: "Generator[T, None, None]", *, depth: int, stopped: threading.Event) -> None:
         self._source = source
         self._depth = depth
         self._made: deque[T] = deque()
         self._making = threading.Lock()  # held by whoever runs the source
         self._error: BaseException | None = None  # what ended the source: StopIteration at its end
         self._waits = False  # the loop wants an item now
-        self._stop = threading.Event()
+        self._stop = stopped
         self._room = threading.Event()
         self._thread = threading.Thread(target=self._run, name="streampack", daemon=True)
         self._thread.start()

@@ -14,6 +14,7 @@ from streampack.lane_state import COUNTS
 from streampack.packing import Packing
 from streampack.progress import Progress, Start
 from streampack.ranks import check_rank, limit_tokenizer_threads, rank_of_environment, rank_of_group, worker_of_process
+from streampack.retry import Retry
 from streampack.rows import Row
 from streampack.settings import Settings, check_numbers
 from streampack.state import StateError, accept
@@ -62,6 +63,7 @@ class PackedDataset(IterableDataset[PackedRow]):
         rank, world_size: of data parallelism; default torch.distributed where it is initialised, else the launcher's
             RANK and WORLD_SIZE, else 0 of 1, looked up when iteration starts.
         source_name: identifies the data in saved states instead of file names and sizes.
+        retry: how reading goes on after errors of the network, see `Retry`; not part of the stream's identity.
 
     Raises:
         ValueError, TypeError: for arguments that cannot be used, naming value and remedy.
@@ -96,6 +98,7 @@ class PackedDataset(IterableDataset[PackedRow]):
         rank: int | None = None,
         world_size: int | None = None,
         source_name: str | None = None,
+        retry: Retry | None = None,
     ) -> None:
         settings = Settings(
             seq_len=seq_len,
@@ -120,6 +123,7 @@ class PackedDataset(IterableDataset[PackedRow]):
             pad_to_multiple_of=pad_to_multiple_of,
             pad_token_id=pad_token_id,
             source_name=source_name,
+            retry=retry,
         )
         settings.check()
         check_numbers({"rank": (rank, 0), "world_size": (world_size, 1)})
@@ -142,13 +146,12 @@ class PackedDataset(IterableDataset[PackedRow]):
 
     def __iter__(self) -> Iterator[PackedRow]:
         """The rows of a pass that fall to this rank (and, in a DataLoader worker, this worker)."""
-        if get_worker_info() is not None and self._progress is not None and self._progress.ended:
+        old = self._progress
+        if get_worker_info() is not None and old is not None and old.ended and old.epochs[1] is not None:
             # StatefulDataLoader asks for the state now, before the first row: it is of the pass that begins.
-            stop = self._progress.epochs[1]
-            if stop is not None:
-                rank, world_size = self.resolve_rank()
-                start = Start(first_epoch=stop, rank=rank, world_size=world_size, totals=self._progress.counts())
-                self._progress = Progress(self.stream, start)
+            rank, world_size = self.resolve_rank()
+            start = Start(first_epoch=old.epochs[1], rank=rank, world_size=world_size, totals=old.counts())
+            self._progress = Progress(self.stream, start)
         return self._rows()
 
     def _rows(self) -> Iterator[PackedRow]:
@@ -166,8 +169,7 @@ class PackedDataset(IterableDataset[PackedRow]):
 
     def as_dict(self, row: Row) -> PackedRow:
         """A compact row as tensors."""
-        examples = self.examples_of(row)
-        return packed_row(row, seq_len=self.seq_len, pad_token_id=self.pad_token_id, examples=examples)
+        return packed_row(row, seq_len=self.seq_len, pad_token_id=self.pad_token_id, examples=self.examples_of(row))
 
     def examples_of(self, row: Row) -> list[tuple[str, int | str, int]]:
         """(source, shard, index) of each example in a row."""

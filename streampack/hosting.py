@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from streampack.items import Bad
 from streampack.lane_state import LaneState
 from streampack.lanes import Lane
+from streampack.retry import ReadStats
 from streampack.rows import Row
 
 
@@ -38,6 +39,8 @@ class Message:
     given: list[Given]
     is_last: bool
     """All lanes of this worker have ended."""
+    reading: ReadStats | None = None
+    """What reading cost in this worker until now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

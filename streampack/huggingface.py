@@ -4,6 +4,7 @@ Shuffling, splitting over ranks and epochs happen in streampack, so a dataset th
 refused; `map` and `filter` are fine.
 """
 
+import copy
 import hashlib
 import os
 import warnings
@@ -13,6 +14,7 @@ from typing import Any
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
+from huggingface_hub import HfFileSystem
 
 from streampack.sources import Example, Source
 
@@ -65,8 +67,11 @@ class StreamSource:
         # Functions of the user's (map, filter, a generator) need not stand two threads at a time.
         own = any(type(node).__name__.startswith(_WITH_FUNCTIONS) for node in _nodes(stream._ex_iterable))
         self.concurrent = arrow and not own
+        self._hub = hub_file_systems() if any("hf://" in file for file in files) else []
 
     def read(self, shard: int, start: int) -> Iterator[Example | pa.Table]:
+        for known in self._hub:
+            _know_here(known)
         stream = self.stream if self.is_whole else self.stream.shard(num_shards=self.num_shards, index=shard)
         if start:
             stream = stream.skip(start)
@@ -105,6 +110,24 @@ class TableSource:
 
     def locate(self, shard: int, index: int) -> tuple[int, int]:
         return 0, shard * self.RUN + index
+
+
+def hub_file_systems() -> list[Any]:
+    """The file systems of this process that have listed repositories of the Hub.
+
+    Pickled and loaded elsewhere they are known there too (that is how huggingface_hub pickles them). Otherwise each
+    process, and each thread, asks the Hub again for the revision and the listing of every folder that it reads from.
+    """
+    systems = [system for system in getattr(HfFileSystem, "_cache", {}).values() if system.dircache]
+    # Each thread has one of its own: the first of those with equal settings stands for them.
+    return list({repr((one.storage_args, one.storage_options)): one for one in reversed(systems)}.values())
+
+
+def _know_here(known: Any) -> None:
+    """What a file system of another thread or process has listed, to the one that is used in this thread."""
+    here = type(known)(*known.storage_args, **known.storage_options)
+    if not known.dircache.keys() <= here.dircache.keys():
+        copy.copy(known)  # as if it were pickled and loaded: sets what the file system of this thread knows
 
 
 def _refuse_shuffled_or_split(stream: Any) -> None:

@@ -1,5 +1,6 @@
 """PackedLoader: a DataLoader of packed batches whose state covers exactly what it handed out."""
 
+import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -121,8 +122,9 @@ class PackedLoader(DataLoader[Any]):
         progress = self._progress = Progress(self.packed.stream, self._start())
         self._loads = self.packed.passes.loads
         at_end = resolve(self.at_end, endless=self.packed.stream.epochs is None, world_size=progress.start.world_size)
-        batches = self._batches(progress)
-        source = WorkAhead(batches, depth=self._ahead) if self.num_workers == 0 else batches
+        closed = threading.Event()
+        batches = self._batches(progress, closed)
+        source = WorkAhead(batches, depth=self._ahead, stopped=closed) if self.num_workers == 0 else batches
         try:
             for given in source if at_end == "own" else self._together(source, progress, at_end):
                 self._check_current(progress)
@@ -183,11 +185,11 @@ class PackedLoader(DataLoader[Any]):
         totals = self._progress.counts() if self._progress is not None else dict.fromkeys(COUNTS, 0)
         return Start(first_epoch=epoch, rank=rank, world_size=world_size, totals=totals)
 
-    def _batches(self, progress: Progress) -> "Generator[list[Given], None, None]":
+    def _batches(self, progress: Progress, closed: threading.Event) -> "Generator[list[Given], None, None]":
         """What lanes give, cut after each `batch_size` rows; the last may have fewer rows, or none."""
         given: list[Given] = []
         rows = 0
-        for one in in_order(self._receive(progress.start), num_workers=max(1, self.num_workers)):
+        for one in in_order(self._receive(progress, closed), num_workers=max(1, self.num_workers)):
             given.append(one)
             rows += one.row is not None
             if rows == self._batch_rows:
@@ -205,17 +207,28 @@ class PackedLoader(DataLoader[Any]):
                 batch["num_items_in_batch"] = 1  # the mean over no targets would be NaN, their sum over 1 is 0
         return _pinned(batch) if self._pin else batch
 
-    def _receive(self, start: Start) -> Iterator[Message]:
+    def _receive(self, progress: Progress, closed: threading.Event) -> Iterator[Message]:
+        for message in self._make_messages(progress.start, closed):
+            if message.reading is not None:
+                progress.reading[message.worker] = message.reading
+            yield message
+
+    def _make_messages(self, start: Start, closed: threading.Event) -> Iterator[Message]:
         rows_per_message = max(1, MESSAGE_TOKENS // self.packed.seq_len)
         if self.num_workers == 0:
-            host = start.host(self.packed.stream, rows_per_message=rows_per_message)
-            yield from self.packed.stream.messages(host, first_epoch=start.first_epoch, states=start.states)
+            stream = self.packed.stream
+            host = start.host(stream, rows_per_message=rows_per_message)
+            yield from stream.messages(host, first_epoch=start.first_epoch, states=start.states, closed=closed.is_set)
             return
         if not self._messages.renew(start, rows_per_message, running=self._iterator is not None):
             self._iterator = None  # living workers cannot be told where to resume: start new ones
+        serial = self._messages.serial
         with quiet_fork():
             iterator = super().__iter__()
-        yield from iterator
+        try:
+            yield from iterator
+        finally:
+            self._messages.close(serial)
 
     # ---- passes and states ---------------------------------------------------------------------------------------
 
@@ -292,7 +305,9 @@ class PackedLoader(DataLoader[Any]):
         fragments; truncated_tokens; empty, no_target, bad, overlong, transform: examples left out, by reason, and
         bad_malformed, bad_null ...: the bad ones, see `bad_examples`;
         no_target_tokens: in rows left out since they held no target; filler_rows: rows of padding given at the end of
-        this pass; cut_rows, cut_tokens: what at_end="cut" left in it; padding_tokens; fill: tokens / cells; epoch:
+        this pass; cut_rows, cut_tokens: what at_end="cut" left in it; retries, retry_seconds: of reading in this pass,
+        and the seconds spent waiting for them; longest_read_seconds, longest_read_shard: the longest wait for a source,
+        and the number of the shard (-1: none); padding_tokens; fill: tokens / cells; epoch:
         epochs given, with the share of the present one; lane_rows_min, lane_rows_max: how even the lanes are.
         """
         return self._current().stats()

@@ -21,9 +21,10 @@ class Messages(IterableDataset[Message]):
         self.packed = packed
         self._start: Start | None = None
         self._rows_per_message = 1
-        self._serial = 0
-        # Number of the newest pass, and its first epoch.
-        self._shared: torch.Tensor = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self.serial = 0
+        """Number of the newest pass."""
+        # Number of the newest pass, its first epoch, the number of the newest pass that was closed.
+        self._shared: torch.Tensor = torch.zeros(3, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy has shared memory of its own; in a spawned worker it is the parent's."""
@@ -32,10 +33,14 @@ class Messages(IterableDataset[Message]):
 
     def renew(self, start: Start, rows_per_message: int, *, running: bool) -> bool:
         """Set the next pass. False: workers that are running cannot take part in it."""
-        self._serial += 1
+        self.serial += 1
         self._start, self._rows_per_message = start, rows_per_message
-        self._shared[0], self._shared[1] = self._serial, start.first_epoch
+        self._shared[0], self._shared[1] = self.serial, start.first_epoch
         return not (running and (start.states or start.row))
+
+    def close(self, serial: int) -> None:
+        """Nothing more of a pass, by its number, will be asked for: workers that wait for the network give up."""
+        self._shared[2] = max(serial, int(self._shared[2]))
 
     def set_epoch(self, epoch: int) -> None:
         """The next pass of the dataset begins with this epoch."""
@@ -50,11 +55,16 @@ class Messages(IterableDataset[Message]):
                 "the dataset of a PackedLoader was taken into another DataLoader (as accelerate's prepare does), which "
                 "would split or repeat what is dealt to ranks already; use the PackedLoader as it is"
             )
-        if int(self._shared[0]) != self._serial:
+        if int(self._shared[0]) != self.serial:
             start = Start(first_epoch=int(self._shared[1]), rank=start.rank, world_size=start.world_size)
         stream = self.packed.stream
         host = start.host(stream, worker=worker, num_workers=num_workers, rows_per_message=self._rows_per_message)
-        yield from stream.messages(host, first_epoch=start.first_epoch, states=start.states)
+        serial, parent = int(self._shared[0]), os.getppid()
+
+        def closed() -> bool:
+            return int(self._shared[2]) >= serial or os.getppid() != parent
+
+        yield from stream.messages(host, first_epoch=start.first_epoch, states=start.states, closed=closed)
 
 
 @contextmanager

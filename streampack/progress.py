@@ -8,6 +8,7 @@ from typing import Any
 from streampack.hosting import Given, Host
 from streampack.items import Bad
 from streampack.lane_state import BAD, COUNTS, FeedState, LaneState
+from streampack.retry import ReadStats
 from streampack.state import VERSION, StateError
 from streampack.stream import Stream
 
@@ -96,6 +97,8 @@ class Progress:
         self.last: Given | None = None
         self.bad: deque[Bad] = deque(maxlen=BAD_LISTED)
         """Bad examples left out on the way to what was handed out."""
+        self.reading: dict[int, ReadStats] = {}
+        """What reading has cost in each worker."""
         self.filler_rows = self.cut_rows = self.cut_tokens = 0
         self.ended = False
         """The pass is over: the next one begins with the next epoch."""
@@ -218,11 +221,23 @@ class Progress:
             "filler_rows": self.filler_rows,
             "cut_rows": self.cut_rows,
             "cut_tokens": self.cut_tokens,
+            **self._read_stats(),
             "padding_tokens": cells - counts["tokens"],
             "fill": counts["tokens"] / cells if cells else 0.0,
             "epoch": sum(map(self._epoch_of, mine)) / len(mine) if mine else float(self.start.first_epoch),
             "lane_rows_min": min(lane_rows, default=0),
             "lane_rows_max": max(lane_rows, default=0),
+        }
+
+    def _read_stats(self) -> dict[str, float]:
+        reading = ReadStats()
+        for one in list(self.reading.values()):
+            reading = reading.merged(one)
+        return {
+            "retries": reading.retries,
+            "retry_seconds": reading.seconds_waited,
+            "longest_read_seconds": reading.longest_wait,
+            "longest_read_shard": -1 if reading.slowest_shard is None else reading.slowest_shard,
         }
 
     def source_stats(self) -> dict[str, dict[str, float]]:

@@ -1,10 +1,16 @@
 """Which rank and which DataLoader worker this process is."""
 
 import os
+import pickle
+import sys
 import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch.distributed
 from torch.utils.data import get_worker_info
+
+T = TypeVar("T")
 
 _TASKS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
@@ -61,6 +67,66 @@ def check_rank(rank: int, world_size: int, *, lanes: int) -> None:
             f"lanes={lanes} cannot be dealt evenly to world_size={world_size} ranks; use lanes={near}, a multiple of "
             "every number of ranks you may use (lanes are part of the stream's identity, so choose before you start)"
         )
+
+
+def resolve_once(function: Callable[[], T]) -> T:
+    """What a function gives, called on rank 0 alone and sent to the other ranks; all ranks must call this.
+
+    `source = streampack.resolve_once(lambda: load_dataset(..., streaming=True))` asks the Hub for the files once, not
+    once for each rank, and every rank gets the same list. Without a process group it just calls the function.
+
+    Args:
+        function: its result must be picklable, as what `load_dataset(streaming=True)` gives is.
+
+    Raises:
+        TypeError: on every rank, if the result cannot be pickled.
+        Exception: what the function raised, on every rank (as a RuntimeError where it cannot be pickled).
+    """
+    rank, world_size = rank_of_group() or (0, 1)
+    if world_size == 1:
+        return function()
+    # With NCCL alone, torch sends it through the current GPU: set the device before, as always with NCCL.
+    sent: list[Any] = [None]
+    if rank:
+        torch.distributed.broadcast_object_list(sent, src=0)
+        result, error, _ = pickle.loads(sent[0])
+    else:
+        result, error = _try(function)
+        sent, error = _pickled(result, error)
+        torch.distributed.broadcast_object_list(sent, src=0)
+    if error is not None:
+        raise error
+    return result  # type: ignore[no-any-return]
+
+
+def _try(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    try:
+        return function(), None
+    except BaseException as error:  # also a Ctrl-C: the other ranks wait for an answer
+        return None, error
+
+
+def _pickled(result: Any, error: BaseException | None) -> tuple[list[Any], BaseException | None]:
+    """(what is sent, the error of rank 0)."""
+    known = []
+    if "datasets" in sys.modules:
+        from streampack.huggingface import hub_file_systems
+
+        known = hub_file_systems()  # so that opening files asks nothing again either
+    try:
+        if error is None:
+            return [pickle.dumps((result, None, known))], None
+    except Exception as reason:
+        error = TypeError(
+            f"resolve_once: the result, a {type(result).__name__}, cannot be pickled ({reason}), so that rank 0 cannot "
+            "send it; define functions that it uses at the top of a module"
+        )
+    try:
+        sent = pickle.dumps((None, error, []))
+        pickle.loads(sent)  # errors with arguments of their own often cannot be loaded
+    except Exception:
+        sent = pickle.dumps((None, RuntimeError(f"rank 0: {type(error).__name__}: {error}"), []))
+    return [sent], error
 
 
 def limit_tokenizer_threads() -> None:

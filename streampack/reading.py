@@ -12,7 +12,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from streampack.sources import Source, where
+from streampack.retry import ReadStats, Retry, read_with_retries
+from streampack.sources import Source
 from streampack.tables import Chunk, concatenate, size_of, sizes
 
 CHUNK = 256
@@ -27,11 +28,23 @@ class ShardReader:
     with one piece (of about PIECE_BYTES) or chunk each that was read ahead.
 
     select: keeps of a table what is looked at; None: all.
+    retry, closed: see `read_with_retries`.
     """
 
-    def __init__(self, source: Source, *, select: Callable[[pa.Table], Chunk] | None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        *,
+        select: Callable[[pa.Table], Chunk] | None,
+        retry: Retry | None = None,
+        closed: Callable[[], bool] | None = None,
+    ) -> None:
         self.source = source
         self.select = select
+        self.retry = Retry.of(retry)
+        self.reading = ReadStats()
+        self._is_closed = closed
+        self._ends = False
         self._chunks: OrderedDict[tuple[int, int], tuple[Chunk, int]] = OrderedDict()
         self._bytes = 0
         # What comes next, and is being read: of shared chunks by the number, of pieces by the index.
@@ -62,6 +75,7 @@ class ShardReader:
 
     def close(self) -> None:
         """End the thread. (A read that does not come back is left to itself after CLOSE_SECONDS.)"""
+        self._ends = True
         if self._thread is not None:
             self._thread.close()
             self._thread = None
@@ -99,30 +113,28 @@ class ShardReader:
             yield concatenate(held)
 
     def _pieces(self, shard: int, start: int) -> Iterator[Chunk]:
-        index = start
         examples: list[Any] = []
         size = 0
-        try:
-            for item in self.source.read(shard, start):
-                if isinstance(item, pa.Table):
-                    if examples:
-                        yield examples
-                        examples, size = [], 0
-                    index += len(item)
-                    chunk = self.select(item) if self.select else item
-                    yield from (chunk[first : first + CHUNK] for first in range(0, len(chunk), CHUNK))
-                else:
-                    index += 1
-                    examples.append(item)
-                    size += size_of(item)
-                    if len(examples) == CHUNK or size >= PIECE_BYTES:
-                        yield examples
-                        examples, size = [], 0
-        except Exception as error:
-            _add_place(error, f"while reading {where(self.source, shard, index, may_read=False)}")
-            raise
+        for item in read_with_retries(
+            self.source, shard, start, retry=self.retry, stats=self.reading, closed=self._closed
+        ):
+            if isinstance(item, pa.Table):
+                if examples:
+                    yield examples
+                    examples, size = [], 0
+                chunk = self.select(item) if self.select else item
+                yield from (chunk[first : first + CHUNK] for first in range(0, len(chunk), CHUNK))
+            else:
+                examples.append(item)
+                size += size_of(item)
+                if len(examples) == CHUNK or size >= PIECE_BYTES:
+                    yield examples
+                    examples, size = [], 0
         if examples:
             yield examples
+
+    def _closed(self) -> bool:
+        return self._ends or (self._is_closed is not None and self._is_closed())
 
 
 class _Next:
@@ -175,11 +187,3 @@ class _ReadingThread:
         self._closed.set()
         self._asked.put(None)
         self._thread.join(CLOSE_SECONDS)
-
-
-def _add_place(error: Exception, place: str) -> None:
-    """Say where an error of a source happened, keeping its type: as a note, or before Python 3.11 in its message."""
-    if hasattr(error, "add_note"):
-        error.add_note(place)
-    else:
-        error.args = (f"{error} ({place})",)

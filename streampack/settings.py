@@ -8,6 +8,7 @@ from streampack.encode import Encoder, Overlong, Policies
 from streampack.items import Transform
 from streampack.mixture import Mix, Mixture
 from streampack.packing import Packer, Packing
+from streampack.retry import Retry
 from streampack.sources import as_source
 from streampack.stream import Part, Stream
 
@@ -38,6 +39,7 @@ class Settings:
     pad_to_multiple_of: int | None
     pad_token_id: int | None
     source_name: str | None
+    retry: Retry | None
 
     def check(self) -> None:
         """Refuse settings that cannot be used.
@@ -122,6 +124,7 @@ class Settings:
             seed=self.seed,
             epochs=self.epochs,
             max_example_len=self.max_example_len,
+            retry=Retry.of(self.retry),
             names=self._names(tokenizer),
         )
 

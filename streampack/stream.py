@@ -3,8 +3,8 @@
 import bisect
 import itertools
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from streampack.lanes import Lane
 from streampack.mixture import Mix
 from streampack.packing import Packer
 from streampack.reading import ShardReader
+from streampack.retry import ReadStats, Retry
 from streampack.sources import Source, locate, where
 
 
@@ -50,14 +51,25 @@ class Stream:
     """Longest fragment in tokens; None: seq_len (or no limit, with `wrapped`)."""
     names: Mapping[str, Any] = field(default_factory=dict)
     """More that identifies the stream: settings of the encoding."""
+    retry: Retry = field(default_factory=Retry)
+    """How reading goes on after transient errors; not part of the identity."""
 
     def messages(
-        self, host: Host, *, first_epoch: int = 0, states: Mapping[int, LaneState] | None = None
+        self,
+        host: Host,
+        *,
+        first_epoch: int = 0,
+        states: Mapping[int, LaneState] | None = None,
+        closed: Callable[[], bool] | None = None,
     ) -> Iterator[Message]:
-        """What the lanes of a host give in a pass from `first_epoch`; those with a state continue from it."""
-        opener = LaneOpener(self, first_epoch, states or {})
+        """What the lanes of a host give in a pass from `first_epoch`; those with a state continue from it.
+
+        closed: says whether the pass was closed, so that a reader which waits for the network gives up.
+        """
+        opener = LaneOpener(self, first_epoch, states or {}, closed)
         try:
-            yield from host.messages(opener)
+            for message in host.messages(opener):
+                yield replace(message, reading=opener.read_stats())
         finally:
             opener.close()
 
@@ -134,16 +146,35 @@ class Stream:
 class LaneOpener:
     """Opens the lanes of a pass in one process, which share its readers."""
 
-    def __init__(self, stream: Stream, first_epoch: int, states: Mapping[int, LaneState]) -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        first_epoch: int,
+        states: Mapping[int, LaneState],
+        closed: Callable[[], bool] | None = None,
+    ) -> None:
         self.stream = stream
         self.first_epoch = first_epoch
         self.states = states
         self._first_shards = stream.first_shards
         self._deals = [stream.deal(part) for part in stream.parts]
         self._readers = [
-            ShardReader(part.source, select=part.encoder.select if part.transform is None else None)
+            ShardReader(
+                part.source,
+                select=part.encoder.select if part.transform is None else None,
+                retry=stream.retry,
+                closed=closed,
+            )
             for part in stream.parts
         ]
+
+    def read_stats(self) -> ReadStats:
+        """What reading cost so far in this process, shards numbered among all."""
+        found = ReadStats()
+        for reader, first in zip(self._readers, self._first_shards, strict=True):
+            of, shard = reader.reading, reader.reading.slowest_shard
+            found = found.merged(replace(of, slowest_shard=None if shard is None else shard + first))
+        return found
 
     def close(self) -> None:
         for reader in self._readers:

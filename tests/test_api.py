@@ -18,15 +18,20 @@ def test_all_is_sorted_and_complete():
 
 def test_these_are_the_names_of_the_library():
     assert streampack.__all__ == [
+        "BadExample",
         "Collator",
+        "Files",
         "FunctionSource",
+        "Mixture",
         "PackedDataset",
         "PackedLoader",
         "PackedRow",
+        "Retry",
         "SequenceSource",
         "Source",
         "StateError",
         "merge_states",
+        "resolve_once",
     ]
 
 

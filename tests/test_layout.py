@@ -11,7 +11,19 @@ import streampack
 FOLDER = Path(streampack.__file__).parent
 CORE = [
     *("order", "sources", "storage", "lines", "columnar", "files", "huggingface", "tables", "dealing"),
-    *("rows", "token_ids", "encode", "reading", "blocks", "packing", "items", "lane_state", "feeds", "mixture"),
+    *(
+        "rows",
+        "token_ids",
+        "encode",
+        "retry",
+        "reading",
+        "blocks",
+        "packing",
+        "items",
+        "lane_state",
+        "feeds",
+        "mixture",
+    ),
     *("lanes", "hosting", "stream", "settings", "state", "progress"),
 ]
 """Plain Python, NumPy and Arrow, in the order in which they may import each other."""

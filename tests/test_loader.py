@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 import streampack
 from streampack import PackedDataset, PackedLoader, StateError, merge_states
+from streampack.retry import Retry
 from streampack.sources import FAULTS
 
 from .streams import examples, split_evenly, write_jsonl
@@ -333,14 +334,15 @@ class Failing:
     name, num_shards = "failing", 1
 
     def read(self, shard: int, start: int) -> Iterator[dict[str, Any]]:
-        yield {"input_ids": [1, 2, 3]}
+        yield from [{"input_ids": [1, 2, 3]}][start:]
         raise ConnectionError("the line is down")
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_an_error_of_a_source_keeps_its_type_and_gets_its_place(num_workers: int) -> None:
+    dataset = packed(Failing(), source_name=None, retry=Retry(attempts=1))
     with pytest.raises(ConnectionError) as raised:
-        rows_of(PackedLoader(packed(Failing(), source_name=None), 1, num_workers=num_workers))
+        rows_of(PackedLoader(dataset, 1, num_workers=num_workers))
     text = "".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
     assert "the line is down" in text
     assert "source 'failing', shard 0, index 1" in text
@@ -433,6 +435,10 @@ def test_the_loader_tells_about_its_last_batch_and_the_pass() -> None:
         "filler_rows": 0,
         "cut_rows": 0,
         "cut_tokens": 0,
+        "retries": 0,
+        "retry_seconds": 0.0,
+        "longest_read_seconds": loader.stats["longest_read_seconds"],
+        "longest_read_shard": 0,
         "padding_tokens": 1,
         "fill": 5 / 6,
         "epoch": 2 / 3,

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import streampack.sources
 from streampack import FunctionSource, PackedDataset, PackedLoader, SequenceSource, Source
+from streampack.retry import Retry
 from streampack.sources import as_source, locate, where
 
 from .tiny_tokenizers import word_tokenizer
@@ -62,10 +63,10 @@ def read_all(source):
     return [list(source.read(shard, 0)) for shard in range(source.num_shards)]
 
 
-def texts_of_rows(source):
+def texts_of_rows(source, retry=None):
     """The word of each example that comes out of a PackedDataset (whose vocabulary is "a b c d")."""
     settings = {"seq_len": 4, "lanes": 1, "shuffle": False, "append_eos": False, "no_target": "keep", "pad_token_id": 0}
-    dataset = PackedDataset(source, word_tokenizer(), **settings)
+    dataset = PackedDataset(source, word_tokenizer(), retry=retry, **settings)
     return [token for row in dataset for token in row["input_ids"].tolist() if token]
 
 
@@ -303,7 +304,7 @@ def test_an_error_of_a_source_keeps_its_type_and_says_where_it_was():
                 yield {"text": "a"}
 
     with pytest.raises(OSError, match="the disk is gone") as error:
-        texts_of_rows(Broken([]))
+        texts_of_rows(Broken([]), Retry(attempts=1))
     told = str(error.value) + "".join(getattr(error.value, "__notes__", []))
     assert "while reading source 'lists', shard 0, index 5" in told
 
