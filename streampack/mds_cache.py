@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import Any, BinaryIO
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 OWN = ".streampack"
 """The folder, in the local one, of locks and of files that are not complete yet."""
@@ -130,7 +130,7 @@ class ShardCache:
             self._refuse(path, raw.bytes)
         with locked(self.folder, raw.basename):
             file = self._open_if_whole(shard)  # another process may have fetched it meanwhile
-            if file is not None or not self._make_room(_room_for(reader), ahead=ahead):
+            if file is not None or not self._make_room(reader, ahead=ahead):
                 return file
             part = _own_path(self.folder, raw.basename, "part")
             if reader.compression:
@@ -145,7 +145,10 @@ class ShardCache:
             # Opened before it can be evicted; on the disk before it has its name, also if the machine goes down.
             file = open(part, "rb", buffering=BUFFER_BYTES)  # noqa: SIM115
             os.fsync(file.fileno())
+            os.makedirs(os.path.dirname(path), exist_ok=True)
             os.replace(part, path)
+            with suppress(FileNotFoundError):
+                os.remove(_own_path(self.folder, raw.basename, "room"))
             return file
 
     def _zip_data(self, reader: Any) -> bytes:
@@ -177,20 +180,39 @@ class ShardCache:
 
     # ---- room ----------------------------------------------------------------------------------------------------
 
-    def _make_room(self, needed: int, *, ahead: bool) -> bool:
-        """Evict until `needed` bytes fit below the limit; `ahead`: only what was read to its end, else say False."""
+    def _make_room(self, reader: Any, *, ahead: bool) -> bool:
+        """Evict until the shard fits below the limit; `ahead`: only what was read to its end, else say False."""
         if self.limit is None:
             return True
+        needed = _room_for(reader)
         with locked(self.folder, "room"):
             files = sorted(self._present())
-            used = sum(size for _, _, size in files)
+            used = sum(size for _, _, size in files) + self._reserved()
             for time, path, size in files:
                 if used + needed <= self.limit or (ahead and time > 0):
                     break
                 with suppress(FileNotFoundError):
                     os.remove(path)
                 used -= size
-        return used + needed <= self.limit or not ahead
+            if ahead and used + needed > self.limit:
+                return False
+            with open(_own_path(self.folder, reader.raw_data.basename, "room"), "w") as file:
+                file.write(str(needed))
+        return True
+
+    def _reserved(self) -> int:
+        """Bytes that other processes (and threads) are fetching now: they hold the lock of their shard meanwhile."""
+        total = 0
+        for name in os.listdir(os.path.join(self.folder, OWN)):
+            path = os.path.join(self.folder, OWN, name)
+            if name.endswith(".room"):
+                with suppress(FileNotFoundError):  # done just now
+                    try:
+                        with FileLock(f"{path.removesuffix('.room')}.lock").acquire(timeout=0):
+                            os.remove(path)  # of a process that was killed
+                    except Timeout:
+                        total += int(_read(path))
+        return total
 
     def _present(self) -> list[tuple[int, str, int]]:
         """(time of last use, path, size) of each file of a shard that is in the local folder."""
