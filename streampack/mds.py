@@ -151,12 +151,13 @@ class MDSDatasetSource:
             self._fetch(shard)
             while not all(os.path.exists(path) for path, _ in _files(reader)):
                 if time.monotonic() - started > patience:
-                    warnings.warn(
+                    what = (
                         f"{reader.file_pairs[0][0].basename} of {stream.local} has been in preparation for "
-                        f"{patience:.0f} seconds, by a process that has probably died; fetching it here",
-                        stacklevel=2,
+                        f"{patience:.3g} seconds, by a process that has probably died"
                     )
-                    self._give_up(shard)
+                    if not self._give_up(shard):
+                        raise TimeoutError(f"{what}; start again, or pass streampack.MDSSource({stream.local!r})")
+                    warnings.warn(f"{what}; fetching it here", stacklevel=2)
                     started = time.monotonic()
                 time.sleep(POLL_SECONDS)
                 self._fetch(shard)
@@ -176,12 +177,15 @@ class MDSDatasetSource:
         if not limit or self.dataset.cache_usage + reader.get_max_size() <= limit:
             self._fetch(shard)
 
-    def _give_up(self, shard: int) -> None:
-        """Mark the shard as one to be fetched, or all processes would wait for it. (This deletes its local files.)"""
+    def _give_up(self, shard: int) -> bool:
+        """Mark the shard as one to be fetched, or all processes would wait for it. This deletes its local files, so
+        where they are the only ones, nothing is done."""
         stream = self._stream(shard)
-        if stream.remote is not None and not _is_same(stream.remote, stream.local):
-            with suppress(Exception):
-                self.dataset.evict_shard(shard)
+        if stream.remote is None or _is_same(stream.remote, stream.local):
+            return False
+        with suppress(Exception):
+            self.dataset.evict_shard(shard)
+        return True
 
     def _stream(self, shard: int) -> Any:
         return self.dataset.streams[self.dataset.stream_per_shard[shard]]

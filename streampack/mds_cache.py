@@ -186,8 +186,9 @@ class ShardCache:
             return True
         needed = _room_for(reader)
         with locked(self.folder, "room"):
+            used = self._reserved()  # before the files: what is done meanwhile is counted twice, not left out
             files = sorted(self._present())
-            used = sum(size for _, _, size in files) + self._reserved()
+            used += sum(size for _, _, size in files)
             for time, path, size in files:
                 if used + needed <= self.limit or (ahead and time > 0):
                     break
@@ -305,7 +306,13 @@ def _decompress(compression: str, data: bytes, what: str) -> bytes:
 def _own_path(folder: str, basename: str, kind: str) -> str:
     """A merged index names files in subfolders; locks and parts of all of them lie in one folder."""
     own = os.path.join(folder, OWN)
-    os.makedirs(own, exist_ok=True)
+    try:
+        os.makedirs(own, exist_ok=True)
+    except OSError as error:
+        raise OSError(
+            f"cannot make the folder {own}, to fetch or decompress shards: {error.strerror}; pass a folder that can be "
+            f"written to, MDSSource(local, remote={folder!r})"
+        ) from error
     return os.path.join(own, f"{basename.replace('/', '--')}.{kind}")
 
 

@@ -416,9 +416,9 @@ def test_a_cache_smaller_than_the_data_is_never_full_and_nothing_is_lost(
     rows = []
     while step := run.step():
         rows += step
+        wait_for(source)
         sizes.append(bytes_in(tmp_path / "cache"))
     assert tokens_by_example(rows) == all_examples(MDSSource(folders["20"]), epochs=2)
-    wait_for(source)
     assert 0 < max(sizes) <= limit
     assert fingerprints(rows) == fingerprints(Ranks(make_stream(MDSSource(folders["20"]), epochs=2), 1, 0).take(10**6))
 
@@ -630,6 +630,26 @@ def test_a_shard_that_a_dead_process_left_in_preparation_is_fetched_after_a_whil
     source = as_source(data, lanes=1)
     with pytest.warns(UserWarning, match=r"shard.00000.mds of .* has been in preparation .* fetching it here"):
         assert read(source, 0) == read(MDSSource(folders["20"]), 0)
+
+
+def test_a_shard_left_in_preparation_where_it_is_the_only_copy_is_an_error(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    copy = shutil.copytree(folders["zstd"], tmp_path / "mds", ignore=shutil.ignore_patterns("*.mds"))
+    data = streaming_dataset(local=str(copy), download_timeout=0.05, download_retry=1)
+    data._shard_states[0] = 2  # PREPARING
+    with pytest.raises(TimeoutError, match=r"for 0.1 seconds, .* start again, or pass streampack.MDSSource\('/"):
+        read(as_source(data, lanes=1), 0)
+    assert len(files(copy)) == 20
+
+
+def test_a_folder_that_cannot_be_written_to_says_what_to_do(folders: dict[str, Path], tmp_path: Path) -> None:
+    copy = shutil.copytree(folders["zstd"], tmp_path / "mds", ignore=shutil.ignore_patterns("*.mds", ".streampack"))
+    (copy / ".streampack").write_text("in the way")
+    with pytest.raises(
+        OSError, match=rf"cannot make the folder {copy}/.streampack.*MDSSource\(local, remote='{copy}'\)"
+    ):
+        read(MDSSource(copy), 0)
 
 
 def test_a_copy_in_another_process_fetches_by_itself_whatever_the_first_one_waits_for(
