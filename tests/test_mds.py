@@ -49,6 +49,7 @@ pytestmark = [
 ]
 
 IDS = {"input_ids": "ndarray:uint16"}
+LOCKS = tempfile.TemporaryDirectory()
 
 
 def write(folder: Path, rows: list[dict[str, Any]], columns: dict[str, str] | None = None, **settings: Any) -> Path:
@@ -67,8 +68,10 @@ def as_array(value: Any, encoding: str) -> Any:
 
 
 def streaming_dataset(**arguments: Any) -> Any:
-    """A StreamingDataset. Two processes that make one at the same moment choose the same names in shared memory."""
-    with FileLock(Path(tempfile.gettempdir()) / "streampack-tests-streaming.lock"):
+    """A StreamingDataset. Two processes that make one at the same moment choose the same names in shared memory, and
+    its lock files stay for ever where Python keeps temporary files."""
+    with FileLock(Path(tempfile.gettempdir()) / "streampack-tests.lock"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", LOCKS.name)
         return streaming.StreamingDataset(batch_size=1, **arguments)
 
 
