@@ -4,6 +4,8 @@ from streampack.collate import Collator, PackedRow
 from streampack.dataset import PackedDataset
 from streampack.files import Files
 from streampack.loader import BadExample, PackedLoader
+from streampack.mds import MDSSource
+from streampack.mds_writer import read_packed_row, write_mds, write_packed_mds
 from streampack.mixture import Mixture
 from streampack.ranks import resolve_once
 from streampack.retry import Retry
@@ -17,6 +19,7 @@ __all__ = [
     "Collator",
     "Files",
     "FunctionSource",
+    "MDSSource",
     "Mixture",
     "PackedDataset",
     "PackedLoader",
@@ -26,5 +29,8 @@ __all__ = [
     "Source",
     "StateError",
     "merge_states",
+    "read_packed_row",
     "resolve_once",
+    "write_mds",
+    "write_packed_mds",
 ]

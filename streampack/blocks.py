@@ -69,15 +69,20 @@ class BlockReader:
         for turn in range(start.turn, len(shards)):
             shard, dealt = int(shards[turn]), bool(are_dealt[turn])
             index = start.index if turn == start.turn else 0
-            if prefetch is not None and turn + 1 < len(shards):
-                prefetch(int(shards[turn + 1]))
-            if dealt:
-                yield from self._read_dealt(start.epoch, shard, turn, index)
-                continue
-            while len(mine := self.reader.piece(shard, index)):
-                indices = np.arange(index, index + len(mine))
-                yield _Piece(shard, turn, indices, indices + 1, mine, sizes(mine), 1)
-                index += len(mine)
+            pieces = (
+                self._read_dealt(start.epoch, shard, turn, index) if dealt else self._read_whole(shard, turn, index)
+            )
+            for number, piece in enumerate(pieces):
+                # Now that the shard is there, so that to fetch the next one does not delay it.
+                if number == 0 and prefetch is not None and turn + 1 < len(shards):
+                    prefetch(int(shards[turn + 1]))
+                yield piece
+
+    def _read_whole(self, shard: int, turn: int, index: int) -> "Iterator[_Piece]":
+        while len(mine := self.reader.piece(shard, index)):
+            indices = np.arange(index, index + len(mine))
+            yield _Piece(shard, turn, indices, indices + 1, mine, sizes(mine), 1)
+            index += len(mine)
 
     def _read_dealt(self, epoch: int, shard: int, turn: int, group: int) -> "Iterator[_Piece]":
         number = group * self.deal.lanes // CHUNK

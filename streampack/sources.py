@@ -121,7 +121,8 @@ def as_source(data: Any, *, lanes: int, name: str | None = None) -> Source:
     """Wrap whatever a user hands over as a Source.
 
     Args:
-        data: a Source, a `datasets.IterableDataset` or `datasets.Dataset`, or a sequence / map-style dataset.
+        data: a Source, a `datasets.IterableDataset` or `datasets.Dataset`, a `streaming.StreamingDataset` or
+            `streaming.LocalDataset`, or a sequence / map-style dataset.
         lanes: lanes of the stream; a Parquet stream with fewer shards than this is cut into its row groups.
         name: identifies the data in states instead of what the source would say itself.
 
@@ -132,6 +133,10 @@ def as_source(data: Any, *, lanes: int, name: str | None = None) -> Source:
         from streampack.huggingface import as_huggingface_source
 
         return as_huggingface_source(data, lanes=lanes, name=name)
+    if any(kind.__module__.startswith("streaming.base.") for kind in type(data).__mro__):
+        from streampack.mds import as_mds_source
+
+        return as_mds_source(data, name=name)
     if isinstance(data, Source):
         if name is not None and name != data.name:
             raise ValueError(f"source_name={name!r}: this source names itself {data.name!r}; set its .name instead")

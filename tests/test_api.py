@@ -22,6 +22,7 @@ def test_these_are_the_names_of_the_library():
         "Collator",
         "Files",
         "FunctionSource",
+        "MDSSource",
         "Mixture",
         "PackedDataset",
         "PackedLoader",
@@ -31,7 +32,10 @@ def test_these_are_the_names_of_the_library():
         "Source",
         "StateError",
         "merge_states",
+        "read_packed_row",
         "resolve_once",
+        "write_mds",
+        "write_packed_mds",
     ]
 
 
@@ -55,11 +59,19 @@ def test_a_public_method_says_what_it_does(owner):
     ("name", "positional"),
     [
         ("Collator", ["layout"]),
+        ("Files", ["files"]),
         ("FunctionSource", ["function"]),
+        ("MDSSource", ["local", "remote"]),
+        ("Mixture", ["sources", "weights"]),
         ("PackedDataset", ["source", "tokenizer"]),
         ("PackedLoader", ["dataset", "batch_size"]),
+        ("Retry", []),
         ("SequenceSource", ["sequence"]),
         ("merge_states", ["states"]),
+        ("read_packed_row", ["sample"]),
+        ("resolve_once", ["function"]),
+        ("write_mds", ["examples", "out"]),
+        ("write_packed_mds", ["rows", "out"]),
     ],
 )
 def test_settings_are_passed_by_name(name, positional):
@@ -67,7 +79,11 @@ def test_settings_are_passed_by_name(name, positional):
     assert [one.name for one in parameters if one.kind is not one.KEYWORD_ONLY] == positional
 
 
-@pytest.mark.parametrize("name", ["Collator", "FunctionSource", "PackedDataset", "PackedLoader", "SequenceSource"])
+CLASSES = [name for name in streampack.__all__ if isinstance(getattr(streampack, name), type)]
+WITHOUT_ARGUMENTS = {"BadExample", "PackedRow", "Source", "StateError"}
+
+
+@pytest.mark.parametrize("name", sorted(set(CLASSES) - WITHOUT_ARGUMENTS))
 def test_each_argument_of_a_public_class_is_explained(name):
     parameters = inspect.signature(getattr(streampack, name)).parameters
     assert parameters

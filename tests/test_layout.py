@@ -10,27 +10,16 @@ import streampack
 
 FOLDER = Path(streampack.__file__).parent
 CORE = [
-    *("order", "sources", "storage", "lines", "columnar", "files", "huggingface", "tables", "dealing"),
-    *(
-        "rows",
-        "token_ids",
-        "encode",
-        "retry",
-        "reading",
-        "blocks",
-        "packing",
-        "items",
-        "lane_state",
-        "feeds",
-        "mixture",
-    ),
-    *("lanes", "hosting", "stream", "settings", "state", "progress"),
+    *("order", "sources", "storage", "lines", "columnar", "files", "huggingface", "mds_cache", "mds"),
+    *("tables", "dealing", "rows", "token_ids", "encode", "retry", "reading", "blocks"),
+    *("packing", "items", "lane_state", "feeds", "mixture", "lanes"),
+    *("hosting", "stream", "settings", "state", "progress"),
 ]
 """Plain Python, NumPy and Arrow, in the order in which they may import each other."""
-WITH_TORCH = ["ranks", "epochs", "collate", "dataset", "messages", "ahead", "ending", "loader"]
+WITH_TORCH = ["ranks", "epochs", "collate", "dataset", "messages", "ahead", "ending", "loader", "mds_writer"]
 ORDER = [*CORE, *WITH_TORCH]
-WHEN_NEEDED = {("sources", "huggingface")}
-"""The one import against the order: inside a function, when a dataset of `datasets` is there."""
+WHEN_NEEDED = {("sources", "huggingface"), ("sources", "mds")}
+"""The imports against the order: inside a function, when a dataset of that library is there."""
 FILES = sorted(path.stem for path in FOLDER.rglob("*.py") if path.stem != "__init__")
 LONGEST = 350
 
@@ -70,7 +59,7 @@ def test_a_file_imports_only_files_before_it(name):
     assert all(not at_once for module, at_once in imports_of(name) if (name, module[11:]) in WHEN_NEEDED)
 
 
-def test_the_import_against_the_order_is_still_needed():
+def test_the_imports_against_the_order_are_still_needed():
     assert all((f"streampack.{module}", False) in imports_of(name) for name, module in WHEN_NEEDED)
 
 
@@ -83,6 +72,13 @@ def test_the_core_does_not_import_torch(name):
 def test_datasets_is_imported_only_by_the_file_that_adapts_it(name):
     uses = any(module.partition(".")[0] == "datasets" for module, _ in imports_of(name))
     assert uses == (name == "huggingface")
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_mosaicml_streaming_is_imported_only_by_the_files_that_adapt_it_and_only_when_needed(name):
+    uses = [at_once for module, at_once in imports_of(name) if module.partition(".")[0] == "streaming"]
+    assert bool(uses) == (name in ("mds_cache", "mds"))
+    assert not any(uses)
 
 
 def test_the_core_packs_rows_where_there_is_no_torch_and_no_datasets():
