@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -74,6 +73,7 @@ def resolve_once(function: Callable[[], T]) -> T:
 
     `source = streampack.resolve_once(lambda: load_dataset(..., streaming=True))` asks the Hub for the files once, not
     once for each rank, and every rank gets the same list. Without a process group it just calls the function.
+    (A pickled stream brings along what its file system knows of the repository, so opening files asks nothing either.)
 
     Args:
         function: its result must be picklable, as what `load_dataset(streaming=True)` gives is.
@@ -89,10 +89,10 @@ def resolve_once(function: Callable[[], T]) -> T:
     sent: list[Any] = [None]
     if rank:
         torch.distributed.broadcast_object_list(sent, src=0)
-        result, error, _ = pickle.loads(sent[0])
+        result, error = pickle.loads(sent[0])
     else:
         result, error = _try(function)
-        sent, error = _pickled(result, error)
+        sent[0], error = _pickled(result, error)
         torch.distributed.broadcast_object_list(sent, src=0)
     if error is not None:
         raise error
@@ -106,27 +106,22 @@ def _try(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         return None, error
 
 
-def _pickled(result: Any, error: BaseException | None) -> tuple[list[Any], BaseException | None]:
+def _pickled(result: Any, error: BaseException | None) -> tuple[bytes, BaseException | None]:
     """(what is sent, the error of rank 0)."""
-    known = []
-    if "datasets" in sys.modules:
-        from streampack.huggingface import hub_file_systems
-
-        known = hub_file_systems()  # so that opening files asks nothing again either
     try:
         if error is None:
-            return [pickle.dumps((result, None, known))], None
+            return pickle.dumps((result, None)), None
     except Exception as reason:
         error = TypeError(
             f"resolve_once: the result, a {type(result).__name__}, cannot be pickled ({reason}), so that rank 0 cannot "
             "send it; define functions that it uses at the top of a module"
         )
     try:
-        sent = pickle.dumps((None, error, []))
+        sent = pickle.dumps((None, error))
         pickle.loads(sent)  # errors with arguments of their own often cannot be loaded
     except Exception:
-        sent = pickle.dumps((None, RuntimeError(f"rank 0: {type(error).__name__}: {error}"), []))
-    return [sent], error
+        sent = pickle.dumps((None, RuntimeError(f"rank 0: {type(error).__name__}: {error}")))
+    return sent, error
 
 
 def limit_tokenizer_threads() -> None:

@@ -273,7 +273,7 @@ def test_source_and_provenance_name_revision_and_file(client: Client) -> None:
 # ---- how often it asks ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "method"), [("parquet", "fork"), ("gz", "spawn")])
+@pytest.mark.parametrize(("kind", "method"), [("parquet", "fork"), pytest.param("gz", "spawn", marks=pytest.mark.slow)])
 def test_neither_thread_nor_workers_ask_the_hub_for_anything_but_each_file_once(
     hub: Hub, tmp_path: Path, expected: dict[str, str], kind: str, method: str
 ) -> None:
@@ -288,24 +288,26 @@ def test_neither_thread_nor_workers_ask_the_hub_for_anything_but_each_file_once(
             assert hub.count("data") == {f"{kind}/{file.name}": 1 for file in files_of(hub.folder, kind)}
 
 
-def on_each_rank(_: Any, repo: str) -> str:
-    stream = resolve_once(partial(datasets.load_dataset, f"org/{repo}", split="train", streaming=True))
-    return digest_of(rows_of(loader_of(stream)) * 2)  # a rank has half of them
+def on_each_rank(_: Any, repo: str) -> list[list[int]]:
+    load_it = partial(datasets.load_dataset, f"org/{repo}", split="train", streaming=True)
+    return rows_of(loader_of(resolve_once(load_it)))
 
 
-def run_two_ranks(folder: Path, repo: str) -> list[str]:
-    return run_ranks(on_each_rank, 2, folder / "ranks", repo)
+def rows_of_ranks(world_size: int, folder: Path, repo: str) -> list[list[list[int]]]:
+    return run_ranks(on_each_rank, world_size, folder / str(world_size), repo)
 
 
-def test_two_ranks_that_resolve_once_ask_as_much_as_one_process(hub: Hub, tmp_path: Path) -> None:
-    asked = []
-    for function, arguments in ((read, ("jsonl",)), (run_two_ranks, (tmp_path, "jsonl"))):
-        hub.misbehave(None)
-        with client_process(hub, tmp_path / function.__name__, timeout=20) as client:
-            client(function, *arguments)
-        asked.append((hub.count("api"), hub.count("head")))
+def test_two_ranks_that_resolve_once_ask_as_much_as_one(hub: Hub, tmp_path: Path) -> None:
+    asked, rows = [], []
+    with client_process(hub, tmp_path / "home", timeout=20) as client:
+        for world_size in (1, 2):  # new processes, which know nothing of each other
+            hub.misbehave(None)
+            rows.append(client(rows_of_ranks, world_size, tmp_path, "jsonl"))
+            asked.append(hub.count("api"))
     assert asked[0] == asked[1]
-    assert sum(asked[0][0].values()) >= 2
+    assert sum(asked[0].values()) >= 2
+    assert sorted(rows[0][0]) == sorted(rows[1][0] + rows[1][1])
+    assert min(len(rows[1][0]), len(rows[1][1])) > 20
 
 
 # ---- a network that misbehaves ----------------------------------------------------------------------------------
@@ -313,7 +315,7 @@ def test_two_ranks_that_resolve_once_ask_as_much_as_one_process(hub: Hub, tmp_pa
 TROUBLES: list[Trouble] = ["hang", "cut", "short", "busy", "unavailable"]
 
 
-@pytest.mark.parametrize("every", [2, 3, 5])
+@pytest.mark.parametrize("every", [2, pytest.param(3, marks=pytest.mark.slow), 5])
 @pytest.mark.parametrize("trouble", TROUBLES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_every_few_requests_failing_the_rows_are_the_same(
