@@ -6,7 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from streampack import PackedDataset, PackedLoader
@@ -208,7 +208,7 @@ def holds_another_list(example: Any) -> bool:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.lists(dirty_examples, max_size=25), min_size=1, max_size=4), st.sampled_from([(1, 0), (2, 2), (4, 1)])
 )
@@ -242,7 +242,7 @@ def test_whatever_is_in_the_data_rows_hold_the_good_examples_and_all_others_are_
     assert sorted(fingerprints(everything)) == sorted(fingerprints(rows))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(dirty_examples, min_size=1, max_size=12))
 def test_an_error_over_dirty_data_always_names_the_example_and_the_remedy(examples: list[Any]) -> None:
     stream = make_stream(Shards([examples]), lanes=1, vocab_size=100)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from streampack import Mixture, PackedDataset, PackedLoader, StateError
@@ -143,7 +143,7 @@ def test_a_mixture_goes_on_after_every_row(stop: str, packing: Any) -> None:
         assert fingerprints(resumed) == fingerprints(rows[done:])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     stop=st.sampled_from(STOPS),
     by=st.sampled_from(["tokens", "examples"]),
