@@ -101,7 +101,7 @@ class Encoder:
         longest = _NO_LIMIT if self.limit is None else self.limit
         return [
             found
-            if isinstance(found, Encoded) and found.targets is None and 0 < len(found.ids) <= longest
+            if type(found) is Encoded and found.targets is None and 0 < len(found.ids) <= longest
             else self._judge(found, block, pick)
             for pick, found in zip(picks, raw, strict=True)
         ]

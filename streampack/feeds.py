@@ -83,12 +83,11 @@ class Feed:
         if item.start == 0:
             self._take(number, item.origin[0], waits=1)
             self._counts["examples"] += 1
-            if item.truncated:
-                self._counts["truncated_tokens"] += item.truncated
-        if item.is_last and not item.start:
-            self._head = (number + 1, 0)
-            return item
-        self._counts["split"] += item.start == 0
+            self._counts["truncated_tokens"] += item.truncated
+            if item.is_last:
+                self._head = (number + 1, 0)
+                return item
+            self._counts["split"] += 1
         self._fragments[number] = (*self._fragments.get(number, ()), item.start)
         self._waiting[number - self._base] = 1
         self._head = (number + 1, 0) if item.is_last else (number, item.start + len(item.ids))

@@ -194,12 +194,11 @@ class ItemReader:
         for number, row, shard, index in zip(numbers, rows, shards, indices, strict=True):
             example = "transform" if row is None else next(encoded)
             if isinstance(example, Encoded):
-                tokens = len(example.ids)
+                ids = example.ids
+                tokens = len(ids)
                 if tokens <= limit:
                     cells, origin = -(-tokens // multiple) * multiple, (epoch, shard, index, 0, tokens)
-                    found.append(
-                        Item(number, 0, example.ids, example.targets, cells, origin, True, example.truncated, feed)
-                    )
+                    found.append(Item(number, 0, ids, example.targets, cells, origin, True, example.truncated, feed))
                 else:
                     found.extend(self._fragments(number, example, (epoch, shard, index), limit))
             elif isinstance(example, Fault):

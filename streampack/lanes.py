@@ -139,14 +139,16 @@ class Lane:
         rows = self._plan_places()
         self._plan_state = self._buffer_state(len(rows)) if len(rows) > 1 else None
         self._plan = deque([self._items[place] for place in row] for row in rows)
+        waiting, cells = self._items, self._cells
         for place in sorted([place for row in rows for place in row], reverse=True):
-            self._tokens -= self._cells[place]
-            del self._items[place], self._cells[place]
+            self._tokens -= cells[place]
+            del waiting[place], cells[place]
         rest = self._cut_to_row(self._plan[-1])
+        feeds, mixed = self._feeds, self.mix is not None
         for items in self._plan:
             for item in items:
-                self._feeds[item.feed].leave(item)
-                if self.mix is not None:
+                feeds[item.feed].leave(item)
+                if mixed:
                     self._count_epoch(item, -1)
         if rest is not None:
             self._return(rest)
@@ -255,21 +257,23 @@ class Lane:
 
     def _fill(self) -> None:
         """Let items enter until the buffer is full, or must not take more before the epoch is finished."""
-        size, row = self.packer.buffer_size, self.packer.seq_len
-        items, cells = self._items, self._cells
-        while self._tokens < MAX_ROWS * row and (len(items) < size or self._tokens < MIN_ROWS * row):
+        size, row, mix = self.packer.buffer_size, self.packer.seq_len, self.mix
+        items, cells, tokens = self._items, self._cells, self._tokens
+        while tokens < MAX_ROWS * row and (len(items) < size or tokens < MIN_ROWS * row):
             feed = self._next_feed()
             if feed is None:
                 break
             item = feed.enter()
-            item.age = item.number
-            if self.mix is not None:
+            if mix is None:
+                item.age = item.number
+            else:
                 item.age = self._arrived - 1
-                self.mix.count(feed.entered, item)
+                mix.count(feed.entered, item)
                 self._count_epoch(item, 1)
             items.append(item)
             cells.append(item.cells)
-            self._tokens += item.cells
+            tokens += item.cells
+        self._tokens = tokens
         if self.bad:
             self._check_bad_share()
 
@@ -283,8 +287,7 @@ class Lane:
 
     def _may_enter(self, item: Item) -> bool:
         """The next epoch enters only when what waits of this one fits into one row, which then takes all of it."""
-        epoch = self._items[0].origin[0] if self._items else item.origin[0]
-        if item.origin[0] == epoch:
+        if not self._items or item.origin[0] == (epoch := self._items[0].origin[0]):
             return True
         olds = [cells for cells, old in zip(self._cells, self._items, strict=True) if old.origin[0] == epoch]
         fits = sum(olds) <= self.packer.seq_len and len(olds) <= (self.packer.max_examples or len(olds))
