@@ -14,6 +14,8 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 PAUSE_SECONDS = 0.002
+STOP_SECONDS, EXIT_SECONDS = 1.0, 5.0
+"""How long the end of a pass and that of the interpreter wait for the thread, which may be inside a network read."""
 
 
 class WorkAhead(Generic[T]):
@@ -35,7 +37,7 @@ class WorkAhead(Generic[T]):
         self._thread = threading.Thread(target=self._run, name="streampack", daemon=True)
         self._thread.start()
         # A pass that is never finished must not leave the thread running into the interpreter's end.
-        atexit.register(self.close)
+        atexit.register(self._end_thread, EXIT_SECONDS)
 
     def __iter__(self) -> "WorkAhead[T]":
         return self
@@ -64,20 +66,23 @@ class WorkAhead(Generic[T]):
                 self._error = error  # kept: the source is over, and must not seem to have ended well
 
     def _run(self) -> None:
-        while not self._stop.wait(PAUSE_SECONDS):
-            while not (self._waits or self._stop.is_set() or len(self._made) >= self._depth):
+        while not self._stop.wait(PAUSE_SECONDS) and self._error is None:
+            while not (self._waits or self._stop.is_set() or len(self._made) >= self._depth or self._error):
                 with self._making:
                     self._make()
-                if self._error is not None:
-                    return
             self._room.clear()
             if len(self._made) >= self._depth and not self._waits:
                 self._room.wait()
+        self._stop.wait()
+        self._source.close()
 
     def close(self) -> None:
         """End the thread, once it has finished the item that it is making, and the generator."""
-        atexit.unregister(self.close)
+        self._end_thread(STOP_SECONDS)
+        if not self._thread.is_alive():
+            atexit.unregister(self._end_thread)
+
+    def _end_thread(self, seconds: float) -> None:
         self._stop.set()
         self._room.set()
-        self._thread.join()
-        self._source.close()
+        self._thread.join(seconds)
