@@ -11,6 +11,10 @@ T = TypeVar("T")
 
 HAND_OVER_SECONDS = 0.005
 """As long as Python lets a thread run before another may have its turn (sys.getswitchinterval)."""
+STARVING_SECONDS = 0.05
+"""After so long without items, those that were made but still wait for company are taken as they are."""
+STOP_SECONDS, EXIT_SECONDS = 1.0, 5.0
+"""How long the end of a pass, and of the interpreter, wait for the thread. Inside a network read it may need minutes."""
 
 
 def work_ahead(
@@ -24,6 +28,8 @@ def work_ahead(
     """
     made: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=2)
     most = max(1, depth // 2)
+    held: list[T] = []  # made, not handed over yet; the thread adds, and whoever hands over takes all, under the lock
+    lock = threading.Lock()
 
     def put(kind: str, item: Any) -> bool:
         while not stopped.is_set():
@@ -34,39 +40,52 @@ def work_ahead(
                 continue
         return False
 
+    def take() -> list[T]:
+        with lock:
+            taken, held[:] = held[:], []
+        return taken
+
     def work() -> None:
         try:
-            held: list[T] = []
             given = time.monotonic()
             for item in source:
-                held.append(item)
+                with lock:
+                    held.append(item)
                 if len(held) >= most or time.monotonic() - given > HAND_OVER_SECONDS:
-                    if not put("items", held):
+                    if not put("items", take()):
                         return
-                    held, given = [], time.monotonic()
-            put("items", held)
+                    given = time.monotonic()
+            put("items", take())
             put("end", None)
         except BaseException as error:
+            put("items", take())
             put("error", error)
         finally:
             source.close()
 
     thread = threading.Thread(target=work, name="streampack", daemon=True)
 
-    def stop() -> None:
+    def stop(seconds: float) -> None:
         stopped.set()
-        thread.join()
+        thread.join(seconds)
 
     thread.start()
-    atexit.register(stop)  # a pass that is never finished must not leave the thread running into the interpreter's end
+    atexit.register(
+        stop, EXIT_SECONDS
+    )  # a pass that is never finished must not leave the thread running into the interpreter's end
     try:
         while True:
-            kind, item = made.get()
+            try:
+                kind, item = made.get(timeout=STARVING_SECONDS)
+            except queue.Empty:  # the source is slow, or waits for the network
+                yield from take()
+                continue
             if kind == "end":
                 return
             if kind == "error":
                 raise item
             yield from item
     finally:
-        atexit.unregister(stop)
-        stop()
+        stop(STOP_SECONDS)
+        if not thread.is_alive():
+            atexit.unregister(stop)
