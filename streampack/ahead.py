@@ -14,7 +14,7 @@ HAND_OVER_SECONDS = 0.005
 STARVING_SECONDS = 0.05
 """After so long without items, those that were made but still wait for company are taken as they are."""
 STOP_SECONDS, EXIT_SECONDS = 1.0, 5.0
-"""How long the end of a pass, and of the interpreter, wait for the thread. Inside a network read it may need minutes."""
+"""How long the end of a pass and that of the interpreter wait for the thread, which may be inside a network read."""
 
 
 def work_ahead(
@@ -22,9 +22,8 @@ def work_ahead(
 ) -> "Generator[T, None, None]":
     """Run a generator in a thread, at most about 2 * `depth` items ahead; its errors are raised here.
 
-    `stopped` is set when nothing more will be asked for, so that the generator can end what it waits for.
-
     Items that are made within HAND_OVER_SECONDS go over together: changing threads costs more than making a few.
+    `stopped` is set when nothing more will be asked for, so that the generator can end what it waits for.
     """
     made: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=2)
     most = max(1, depth // 2)
@@ -70,16 +69,14 @@ def work_ahead(
         thread.join(seconds)
 
     thread.start()
-    atexit.register(
-        stop, EXIT_SECONDS
-    )  # a pass that is never finished must not leave the thread running into the interpreter's end
+    # A pass that is never finished must not leave the thread running into the interpreter's end.
+    atexit.register(stop, EXIT_SECONDS)
     try:
         while True:
             try:
                 kind, item = made.get(timeout=STARVING_SECONDS)
             except queue.Empty:  # the source is slow, or waits for the network
-                yield from take()
-                continue
+                kind, item = "items", take()
             if kind == "end":
                 return
             if kind == "error":
