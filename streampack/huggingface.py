@@ -63,7 +63,7 @@ class StreamSource:
         self.num_examples = _count(stream, files)
         arrow = getattr(stream._ex_iterable, "iter_arrow", None) is not None
         self.stream = stream.with_format("arrow" if arrow else None)
-        self._hub = hub_file_systems() if any("hf://" in file for file in files) else []
+        self._hub = _hub_file_systems() if any("hf://" in file for file in files) else []
 
     def read(self, shard: int, start: int) -> Iterator[Example | pa.Table]:
         for known in self._hub:
@@ -108,7 +108,7 @@ class TableSource:
         return 0, shard * self.RUN + index
 
 
-def hub_file_systems() -> list[Any]:
+def _hub_file_systems() -> list[Any]:
     """The file systems of this process that have listed repositories of the Hub.
 
     Pickled and loaded elsewhere they are known there too (that is how huggingface_hub pickles them). Otherwise each
