@@ -67,7 +67,7 @@ class StreamSource:
         # Functions of the user's (map, filter, a generator) need not stand two threads at a time.
         own = any(type(node).__name__.startswith(_WITH_FUNCTIONS) for node in _nodes(stream._ex_iterable))
         self.concurrent = arrow and not own
-        self._hub = hub_file_systems() if any("hf://" in file for file in files) else []
+        self._hub = _hub_file_systems() if any("hf://" in file for file in files) else []
 
     def read(self, shard: int, start: int) -> Iterator[Example | pa.Table]:
         for known in self._hub:
@@ -112,7 +112,7 @@ class TableSource:
         return 0, shard * self.RUN + index
 
 
-def hub_file_systems() -> list[Any]:
+def _hub_file_systems() -> list[Any]:
     """The file systems of this process that have listed repositories of the Hub.
 
     Pickled and loaded elsewhere they are known there too (that is how huggingface_hub pickles them). Otherwise each
