@@ -14,6 +14,9 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 PAUSE_SECONDS = 0.002
+PATIENCE_SECONDS = 5.0
+"""How long the end of a pass waits for the item that the thread is making. A source that hangs (on the network) must
+not keep a loop that was interrupted from saving."""
 
 
 class WorkAhead(Generic[T]):
@@ -74,9 +77,11 @@ class WorkAhead(Generic[T]):
                 self._room.wait()
 
     def close(self) -> None:
-        """End the thread, once it has finished the item that it is making, and the generator."""
+        """End the thread, once it has finished the item that it is making, and the generator. A thread that hangs in
+        its item is left to itself: it ends with the process."""
         atexit.unregister(self.close)
         self._stop.set()
         self._room.set()
-        self._thread.join()
-        self._source.close()
+        self._thread.join(PATIENCE_SECONDS)
+        if not self._thread.is_alive():
+            self._source.close()

@@ -16,7 +16,7 @@ from streampack.progress import Progress, Start
 from streampack.ranks import check_rank, limit_tokenizer_threads, rank_of_environment, rank_of_group, worker_of_process
 from streampack.rows import Row
 from streampack.settings import Settings, check_numbers
-from streampack.state import StateError, accept
+from streampack.state import StateError, accept, refuse_by_key
 
 
 class PackedDataset(IterableDataset[PackedRow]):
@@ -219,6 +219,7 @@ class PackedDataset(IterableDataset[PackedRow]):
         Raises:
             StateError: in the main process of a DataLoader whose workers iterate this dataset: only they know.
         """
+        refuse_by_key("PackedDataset")
         worker, num_workers = worker_of_process()
         if self._progress is not None:
             return self._progress.worker_state(worker=worker, num_workers=num_workers)

@@ -16,7 +16,7 @@ from streampack.lane_state import COUNTS
 from streampack.messages import Messages, quiet_fork
 from streampack.progress import Progress, Start
 from streampack.rows import Row, filler_row
-from streampack.state import StateError, accept
+from streampack.state import StateError, accept, refuse_by_key
 
 MESSAGE_TOKENS = 1 << 18
 """Tokens in a message from a worker, about: enough that its fixed cost does not show, little enough to hold many."""
@@ -59,6 +59,9 @@ class PackedLoader(DataLoader[Any]):
     Raises:
         ValueError, TypeError: for arguments that cannot be used.
     """
+
+    # For accelerate: prepare() must give it back as it is. It is dealt to ranks already, and would be once more.
+    _is_accelerate_prepared = True
 
     def __init__(
         self,
@@ -205,6 +208,10 @@ class PackedLoader(DataLoader[Any]):
                 batch["num_items_in_batch"] = 1  # the mean over no targets would be NaN, their sum over 1 is 0
         return _pinned(batch) if self._pin else batch
 
+    def filler_batch(self) -> Any:
+        """A batch of nothing but padding: no loss, no gradient. It counts nowhere."""
+        return self._collate([filler_row()] * self._batch_rows)
+
     def _receive(self, start: Start) -> Iterator[Message]:
         rows_per_message = max(1, MESSAGE_TOKENS // self.packed.seq_len)
         if self.num_workers == 0:
@@ -235,9 +242,15 @@ class PackedLoader(DataLoader[Any]):
                 fetch batches ahead of training. Only the last few can be asked for.
 
         Raises:
-            StateError: for a number of batches that is not kept.
+            StateError: for a number of batches that is not kept; where torch.distributed.checkpoint asks for it.
         """
-        return self._current().state(batches=batches)
+        refuse_by_key("PackedLoader")
+        return self.state_of_rank(batches=batches)
+
+    def state_of_rank(self, *, batches: int | None = None) -> dict[str, Any]:
+        """The same for `streampack.checkpoint`, which puts the states of all ranks together."""
+        progress = self._current()
+        return progress.state(batches=progress.batches if batches is None else batches)
 
     def _current(self) -> Progress:
         """The running (or last) pass, or the one that comes where none began since a state was loaded."""

@@ -6,6 +6,7 @@
  "lanes": {"0": "...", "1": "...", ...}}
 """
 
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -32,7 +33,7 @@ def check(state: Any, *, stream: Mapping[str, Any], change_weights: bool = False
     Raises:
         StateError: naming what differs, both values and the remedy.
     """
-    _check_format(state)
+    check_is_state(state)
     _check_lanes(state)
     saved = state["stream"]
     for key in [*saved, *(key for key in stream if key not in saved)]:
@@ -68,12 +69,34 @@ def accept(state: Any, *, stream: Mapping[str, Any], change_weights: bool) -> di
     return accepted
 
 
+def refuse_by_key(what: str) -> None:
+    """Refuse a state_dict() for torch.distributed.checkpoint: it would write the states of all ranks under the same
+    keys, of which one is kept, and read no lanes into a fresh loader.
+
+    Raises:
+        StateError: naming what to give it instead.
+    """
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint"):
+            raise StateError(
+                f"torch.distributed.checkpoint cannot take the state of a {what} as it is, since those of all ranks "
+                "have the same keys; give it streampack.StreamState(loader), which has a key for each lane"
+            )
+
+
 def _unmixed(lane: LaneState) -> str:
     feeds = [replace(feed, entered=(0, *feed.entered[1:])) for feed in lane.feeds]
     return replace(lane, feeds=tuple(feeds)).to_json()
 
 
-def _check_format(state: Any) -> None:
+def check_is_state(state: Any) -> None:
+    """Refuse what is no state, or one of another version.
+
+    Raises:
+        StateError: saying what it is.
+    """
     if not isinstance(state, Mapping) or not {"version", "stream", "lanes"} <= set(state):
         raise StateError(f"not a streampack state: {type(state).__name__}; pass what state_dict() returned")
     missing = [key for key in _KEYS if key not in state]
@@ -120,7 +143,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if not states:
         raise StateError("merge_states got no states; pass the state_dict() of every rank")
     for state in states:
-        _check_format(state)
+        check_is_state(state)
         if state["worker"][1] > 1:
             raise StateError(
                 f"merge_states got the state of worker {state['worker'][0]} of {state['worker'][1]} alone; use "
