@@ -96,7 +96,7 @@ def merged_state(loader: PackedLoader, *, batches: int | None = None) -> dict[st
         mine = loader.state_of_rank(batches=batches)
     except Exception as error:
         mine = error
-    everyone = _gather(mine)
+    everyone = gather_objects(mine)
     for process, state in enumerate(everyone):
         if isinstance(state, Exception):
             raise StateError(f"process {process} has no state to save: {state}") from state
@@ -263,7 +263,7 @@ def _has_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _gather(mine: Any) -> list[Any]:
+def gather_objects(mine: Any) -> list[Any]:
     """What each process passes, in their order."""
     everyone = [mine]
     if _has_group():

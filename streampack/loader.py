@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from streampack.ahead import WorkAhead
+from streampack.callers import refuse_checkpointing_by_key, warn_of_fetched_batch
 from streampack.collate import Batch, Collator, LayoutName, PackedRow
 from streampack.dataset import PackedDataset, overtaken, warn_if_loaded
 from streampack.ending import AtEnd, CpuGroup, check_at_end, resolve, together
@@ -16,7 +17,7 @@ from streampack.lane_state import COUNTS
 from streampack.messages import Messages, quiet_fork
 from streampack.progress import Progress, Start
 from streampack.rows import Row, filler_row
-from streampack.state import StateError, accept, refuse_by_key
+from streampack.state import StateError, accept
 
 MESSAGE_TOKENS = 1 << 18
 """Tokens in a message from a worker, about: enough that its fixed cost does not show, little enough to hold many."""
@@ -62,6 +63,8 @@ class PackedLoader(DataLoader[Any]):
 
     # For accelerate: prepare() must give it back as it is. It is dealt to ranks already, and would be once more.
     _is_accelerate_prepared = True
+    saved_by_callback = False
+    """streampack.lightning.StreamCheckpoint saves the state, as of the batches that were trained."""
 
     def __init__(
         self,
@@ -244,7 +247,9 @@ class PackedLoader(DataLoader[Any]):
         Raises:
             StateError: for a number of batches that is not kept; where torch.distributed.checkpoint asks for it.
         """
-        refuse_by_key("PackedLoader")
+        refuse_checkpointing_by_key("PackedLoader")
+        if not self.saved_by_callback:
+            warn_of_fetched_batch()
         return self.state_of_rank(batches=batches)
 
     def state_of_rank(self, *, batches: int | None = None) -> dict[str, Any]:

@@ -6,7 +6,6 @@
  "lanes": {"0": "...", "1": "...", ...}}
 """
 
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -67,23 +66,6 @@ def accept(state: Any, *, stream: Mapping[str, Any], change_weights: bool) -> di
         accepted["stream"] = dict(stream)
         accepted["lanes"] = {lane: _unmixed(LaneState.from_json(text)) for lane, text in state["lanes"].items()}
     return accepted
-
-
-def refuse_by_key(what: str) -> None:
-    """Refuse a state_dict() for torch.distributed.checkpoint: it would write the states of all ranks under the same
-    keys, of which one is kept, and read no lanes into a fresh loader.
-
-    Raises:
-        StateError: naming what to give it instead.
-    """
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint"):
-            raise StateError(
-                f"torch.distributed.checkpoint cannot take the state of a {what} as it is, since those of all ranks "
-                "have the same keys; give it streampack.StreamState(loader), which has a key for each lane"
-            )
 
 
 def _unmixed(lane: LaneState) -> str:

@@ -15,8 +15,13 @@ CORE = [
     *("state", "progress"),
 ]
 """Plain Python, NumPy and Arrow, in the order in which they may import each other."""
-WITH_TORCH = ["ranks", "epochs", "collate", "dataset", "messages", "ahead", "ending", "loader", "checkpoint"]
-ORDER = [*CORE, *WITH_TORCH]
+WITH_TORCH = [
+    *("callers", "ranks", "epochs", "collate", "dataset", "messages", "ahead", "ending", "loader", "checkpoint"),
+    "passes",
+]
+ENGINES = ["trainer", "lightning"]
+"""For engines, which they import; nothing imports them."""
+ORDER = [*CORE, *WITH_TORCH, *ENGINES]
 WHEN_NEEDED = {("sources", "huggingface")}
 """The one import against the order: inside a function, when a dataset of `datasets` is there."""
 FILES = sorted(path.stem for path in FOLDER.rglob("*.py") if path.stem != "__init__")
