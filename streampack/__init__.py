@@ -3,13 +3,13 @@
 from streampack.collate import Collator, PackedRow
 from streampack.dataset import PackedDataset
 from streampack.files import Files
-from streampack.loader import BadExample, PackedLoader
+from streampack.loader import PackedLoader
 from streampack.mds import MDSSource
 from streampack.mds_writer import read_packed_row, write_mds, write_packed_mds
 from streampack.mixture import Mixture
 from streampack.ranks import resolve_once
 from streampack.retry import Retry
-from streampack.sources import FunctionSource, SequenceSource, Source
+from streampack.sources import BadExample, FunctionSource, SequenceSource, Source
 from streampack.state import StateError, merge_states
 
 __version__ = "0.1.0"

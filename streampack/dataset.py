@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from streampack.callers import refuse_checkpointing_by_key, refuse_dealing
 from streampack.collate import PackedRow, packed_row
 from streampack.encode import Overlong
 from streampack.epochs import PassCounter
@@ -146,6 +147,7 @@ class PackedDataset(IterableDataset[PackedRow]):
 
     def __iter__(self) -> Iterator[PackedRow]:
         """The rows of a pass that fall to this rank (and, in a DataLoader worker, this worker)."""
+        refuse_dealing(self.resolve_rank()[1])
         old = self._progress
         if get_worker_info() is not None and old is not None and old.ended and old.epochs[1] is not None:
             # StatefulDataLoader asks for the state now, before the first row: it is of the pass that begins.
@@ -204,6 +206,7 @@ class PackedDataset(IterableDataset[PackedRow]):
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: the rank travels to spawned workers, the place in a running pass does not."""
+        refuse_dealing(self.resolve_rank()[1])
         return {**self.__dict__, "_progress": None, "_rank_of_parent": rank_of_group()}
 
     # ---- passes and states ---------------------------------------------------------------------------------------
@@ -221,6 +224,7 @@ class PackedDataset(IterableDataset[PackedRow]):
         Raises:
             StateError: in the main process of a DataLoader whose workers iterate this dataset: only they know.
         """
+        refuse_checkpointing_by_key("PackedDataset")
         worker, num_workers = worker_of_process()
         if self._progress is not None:
             return self._progress.worker_state(worker=worker, num_workers=num_workers)

@@ -3,12 +3,13 @@
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from streampack.ahead import WorkAhead
+from streampack.callers import refuse_checkpointing_by_key, warn_of_fetched_batch
 from streampack.collate import Batch, Collator, LayoutName, PackedRow
 from streampack.dataset import PackedDataset, overtaken, warn_if_loaded
 from streampack.ending import AtEnd, CpuGroup, check_at_end, resolve, together
@@ -17,22 +18,14 @@ from streampack.lane_state import COUNTS
 from streampack.messages import Messages, quiet_fork
 from streampack.progress import Progress, Start
 from streampack.rows import Row, filler_row
+from streampack.settings import check_numbers
+from streampack.sources import BadExample
 from streampack.state import StateError, accept
 
 MESSAGE_TOKENS = 1 << 18
 """Tokens in a message from a worker, about: enough that its fixed cost does not show, little enough to hold many."""
 AHEAD = 8
 """Batches that the thread of num_workers=0 works ahead."""
-
-
-class BadExample(NamedTuple):
-    """An example that bad="drop" left out."""
-
-    where: str
-    """Source, shard and index; of a plain text file its line."""
-    reason: str
-    what: str
-    """What is wrong, with the value."""
 
 
 class PackedLoader(DataLoader[Any]):
@@ -61,6 +54,11 @@ class PackedLoader(DataLoader[Any]):
         ValueError, TypeError: for arguments that cannot be used.
     """
 
+    # For accelerate: prepare() must give it back as it is. It is dealt to ranks already, and would be once more.
+    _is_accelerate_prepared = True
+    saved_by_callback = False
+    """streampack.lightning.StreamCheckpoint saves the state, as of the batches that were trained."""
+
     def __init__(
         self,
         dataset: PackedDataset,
@@ -81,7 +79,7 @@ class PackedLoader(DataLoader[Any]):
         if not isinstance(dataset, PackedDataset):
             raise TypeError(f"PackedLoader takes a PackedDataset, not {type(dataset).__name__}")
         check_at_end(at_end)
-        _check_counts(batch_size=batch_size, prefetch_factor=1 if prefetch_factor is None else prefetch_factor)
+        check_numbers({"batch_size": (batch_size, 1), "prefetch_factor": (prefetch_factor, 1)})
         self.packed = dataset
         self._messages = Messages(dataset)
         self._collator = Collator(layout, shift_labels=shift_labels)
@@ -207,6 +205,10 @@ class PackedLoader(DataLoader[Any]):
                 batch["num_items_in_batch"] = 1  # the mean over no targets would be NaN, their sum over 1 is 0
         return _pinned(batch) if self._pin else batch
 
+    def filler_batch(self) -> Any:
+        """A batch of nothing but padding: no loss, no gradient. It counts nowhere."""
+        return self._collate([filler_row()] * self._batch_rows)
+
     def _receive(self, progress: Progress, closed: threading.Event) -> Iterator[Message]:
         for message in self._make_messages(progress.start, closed):
             if message.reading is not None:
@@ -248,9 +250,17 @@ class PackedLoader(DataLoader[Any]):
                 fetch batches ahead of training. Only the last few can be asked for.
 
         Raises:
-            StateError: for a number of batches that is not kept.
+            StateError: for a number of batches that is not kept; where torch.distributed.checkpoint asks for it.
         """
-        return self._current().state(batches=batches)
+        refuse_checkpointing_by_key("PackedLoader")
+        if not self.saved_by_callback:
+            warn_of_fetched_batch()
+        return self.state_of_rank(batches=batches)
+
+    def state_of_rank(self, *, batches: int | None = None) -> dict[str, Any]:
+        """The same for `streampack.checkpoint`, which puts the states of all ranks together."""
+        progress = self._current()
+        return progress.state(batches=progress.batches if batches is None else batches)
 
     def _current(self) -> Progress:
         """The running (or last) pass, or the one that comes where none began since a state was loaded."""
@@ -327,12 +337,6 @@ class PackedLoader(DataLoader[Any]):
         """The last 1000 bad examples that were left out in this pass since it began or resumed, oldest first."""
         where = self.packed.stream.where
         return [BadExample(where(bad.shard, bad.index), bad.reason, bad.what) for bad in self._current().bad]
-
-
-def _check_counts(*, batch_size: Any, prefetch_factor: Any) -> None:
-    for name, value in (("batch_size", batch_size), ("prefetch_factor", prefetch_factor)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}={value!r}: pass an int of at least 1")
 
 
 def _as_it_is(message: Any) -> Any:

@@ -135,12 +135,14 @@ class Progress:
         self._changed = {}
 
     def state(self, *, batches: int | None = None) -> dict[str, Any]:
-        """The state after all that was taken, or after the first `batches` batches of this pass.
+        """The state after all that was taken, or after the first `batches` batches of this pass, without what was taken
+        since (of a batch that an interrupt kept from being handed out).
 
         Raises:
             StateError: for a number of batches that is not among the last few.
         """
-        lanes, row, rows = self._as_of(self.batches if batches is None else batches)
+        all_taken = batches is None or (self.ended and batches == self.batches)
+        lanes, row, rows = (self.lanes, self.row, self.rows) if all_taken else self._as_of(batches)
         return {
             "version": VERSION,
             "stream": self.stream.identity(),
@@ -176,7 +178,7 @@ class Progress:
             state.update(row=self.start.row + cycle * self.stream.lanes, after=place, worker=[worker, num_workers])
         return state
 
-    def _as_of(self, batches: int) -> tuple[dict[int, LaneState | None], int, int]:
+    def _as_of(self, batches: Any) -> tuple[Mapping[int, LaneState | None], int, int]:
         if not isinstance(batches, int):
             raise TypeError(f"state_dict(batches={batches!r}): pass a number of batches, an int")
         lanes: dict[int, LaneState | None] = dict(self.lanes)
@@ -186,12 +188,10 @@ class Progress:
                 f"state_dict(batches={batches}): this pass has handed out {self.batches} batches since it began or "
                 f"resumed; the states after {self.batches - len(self._history)} .. {self.batches} are kept"
             )
-        if back == 0:
-            return lanes, self.row, self.rows
         lanes.update(self._changed)
         for _, _, before in list(self._history)[: -back - 1 : -1]:
             lanes.update(before)
-        row, rows, _ = self._history[-back]
+        row, rows = self._history[-back][:2] if back else self._before
         return lanes, row, rows
 
     @property

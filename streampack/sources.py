@@ -19,7 +19,7 @@ It may yield `pyarrow.Table`s of consecutive examples instead of single ones: th
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import pyarrow as pa
 
@@ -44,6 +44,16 @@ class Fault:
 
     def __repr__(self) -> str:
         return f"Fault({self.reason!r}, {self.what!r})"
+
+
+class BadExample(NamedTuple):
+    """An example that bad="drop" left out."""
+
+    where: str
+    """Source, shard and index; of a plain text file its line."""
+    reason: str
+    what: str
+    """What is wrong, with the value."""
 
 
 @runtime_checkable

@@ -32,7 +32,7 @@ def check(state: Any, *, stream: Mapping[str, Any], change_weights: bool = False
     Raises:
         StateError: naming what differs, both values and the remedy.
     """
-    _check_format(state)
+    check_is_state(state)
     _check_lanes(state)
     saved = state["stream"]
     for key in [*saved, *(key for key in stream if key not in saved)]:
@@ -73,7 +73,12 @@ def _unmixed(lane: LaneState) -> str:
     return replace(lane, feeds=tuple(feeds)).to_json()
 
 
-def _check_format(state: Any) -> None:
+def check_is_state(state: Any) -> None:
+    """Refuse what is no state, or one of another version.
+
+    Raises:
+        StateError: saying what it is.
+    """
     if not isinstance(state, Mapping) or not {"version", "stream", "lanes"} <= set(state):
         raise StateError(f"not a streampack state: {type(state).__name__}; pass what state_dict() returned")
     missing = [key for key in _KEYS if key not in state]
@@ -120,7 +125,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if not states:
         raise StateError("merge_states got no states; pass the state_dict() of every rank")
     for state in states:
-        _check_format(state)
+        check_is_state(state)
         if state["worker"][1] > 1:
             raise StateError(
                 f"merge_states got the state of worker {state['worker'][0]} of {state['worker'][1]} alone; use "

@@ -172,6 +172,32 @@ def test_a_stateful_dataloader_resumes_in_its_second_epoch() -> None:
     assert sorted(head + rest) == sorted(row["input_ids"].tolist() for row in second)
 
 
+@pytest.mark.parametrize("asked_for_more", [False, True])
+@pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (3, False), (3, True)])
+def test_a_stateful_dataloader_saved_at_the_end_of_a_pass_goes_on_with_the_next(
+    num_workers: int, persistent: bool, asked_for_more: bool
+) -> None:
+    """After the last batch nothing is left of the pass; once the loop has ended, the next pass begins."""
+
+    def loader() -> StatefulDataLoader:
+        return StatefulDataLoader(packed(), batch_size=None, num_workers=num_workers, persistent_workers=persistent)
+
+    alone = packed()
+    passes = [sorted(row["input_ids"].tolist() for row in alone) for _ in range(3)]
+    first = loader()
+    list(first)
+    iterator = iter(first)
+    for _ in passes[1]:
+        next(iterator)
+    if asked_for_more:
+        assert list(iterator) == []
+    again = loader()
+    again.load_state_dict(first.state_dict())
+    if not asked_for_more:
+        assert list(again) == []
+    assert sorted(row["input_ids"].tolist() for row in again) == passes[2]
+
+
 def test_global_random_state_is_neither_read_nor_changed(expected: list[list[int]]) -> None:
     np.random.seed(1)
     random.seed(1)

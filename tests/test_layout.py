@@ -16,8 +16,13 @@ CORE = [
     *("hosting", "stream", "settings", "state", "progress"),
 ]
 """Plain Python, NumPy and Arrow, in the order in which they may import each other."""
-WITH_TORCH = ["ranks", "epochs", "collate", "dataset", "messages", "ahead", "ending", "loader", "mds_writer"]
-ORDER = [*CORE, *WITH_TORCH]
+WITH_TORCH = [
+    *("callers", "ranks", "epochs", "collate", "dataset", "messages", "ahead", "ending", "loader", "mds_writer"),
+    *("checkpoint", "passes"),
+]
+ENGINES = ["trainer", "lightning"]
+"""For engines, which they import; nothing imports them."""
+ORDER = [*CORE, *WITH_TORCH, *ENGINES]
 WHEN_NEEDED = {("sources", "huggingface"), ("sources", "mds")}
 """The imports against the order: inside a function, when a dataset of that library is there."""
 FILES = sorted(path.stem for path in FOLDER.rglob("*.py") if path.stem != "__init__")
