@@ -79,6 +79,8 @@ class PackedLoader(DataLoader[Any]):
         if not isinstance(dataset, PackedDataset):
             raise TypeError(f"PackedLoader takes a PackedDataset, not {type(dataset).__name__}")
         check_at_end(at_end)
+        if batch_size is None:
+            raise TypeError("batch_size=None: rows come in batches; pass an int")
         check_numbers({"batch_size": (batch_size, 1), "prefetch_factor": (prefetch_factor, 1)})
         self.packed = dataset
         self._messages = Messages(dataset)

@@ -399,7 +399,7 @@ def test_after_sigterm_the_last_state_is_saved_also_where_the_source_hangs(
 def test_a_thread_that_hangs_in_the_source_does_not_keep_the_end_of_a_pass_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ahead, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(ahead, "STOP_SECONDS", 0.1)
     hangs, goes_on = threading.Event(), threading.Event()
 
     def source() -> Any:
@@ -407,7 +407,7 @@ def test_a_thread_that_hangs_in_the_source_does_not_keep_the_end_of_a_pass_waiti
         hangs.set()
         goes_on.wait()
 
-    work = ahead.WorkAhead(source(), depth=4)
+    work = ahead.WorkAhead(source(), depth=4, stopped=threading.Event())
     assert next(work) == 1
     assert hangs.wait(60)
     work.close()
