@@ -13,6 +13,7 @@ from streampack.dataset import PackedDataset, overtaken, warn_if_loaded
 from streampack.ending import AtEnd, CpuGroup, check_at_end, resolve, together
 from streampack.hosting import Given, Message, in_order
 from streampack.lane_state import COUNTS
+from streampack.loss import LossWeighting
 from streampack.messages import Messages, quiet_fork
 from streampack.progress import Progress, Start
 from streampack.rows import Row, filler_row
@@ -45,13 +46,13 @@ class PackedLoader(DataLoader[Any]):
         dataset: the PackedDataset.
         batch_size: rows in a batch of this rank. Not part of the stream's identity: change it at any resume.
         layout: "flat" or "rows", see `Collator`.
-        shift_labels: add `shift_labels` to the batches.
+        shift_labels, loss_weights, seq_idx, fixed_segments, cu_seqlens_padded: see `Collator`.
         num_workers: worker processes.
         at_end: of a finite pass on several ranks, which have not all the same number of rows. "fill": ranks that are
             out, and short batches, get rows of nothing but padding, until all ranks are out; "cut": all ranks end
             before the first batch that is not full on one of them, and what is left is counted (`stats`); "own": each
             rank ends by itself. Default: "fill" with a process group, else "own".
-        collate_fn: makes the batch from a list of `PackedRow` instead; layout and shift_labels do not apply then.
+        collate_fn: makes the batch from a list of `PackedRow` instead; what `Collator` takes does not apply then.
         prefetch_factor: messages that each worker prepares ahead (torch's default: 2); with num_workers=0: batches.
         pin_memory: put tensors into pinned memory, where CUDA is available.
         persistent_workers, multiprocessing_context, timeout, worker_init_fn: as in torch's DataLoader.
@@ -67,6 +68,10 @@ class PackedLoader(DataLoader[Any]):
         *,
         layout: LayoutName = "flat",
         shift_labels: bool = False,
+        loss_weights: LossWeighting | None = None,
+        seq_idx: bool = False,
+        fixed_segments: int | None = None,
+        cu_seqlens_padded: bool = False,
         num_workers: int = 0,
         at_end: AtEnd | None = None,
         collate_fn: Callable[[list[PackedRow]], Any] | None = None,
@@ -83,7 +88,14 @@ class PackedLoader(DataLoader[Any]):
         _check_counts(batch_size=batch_size, prefetch_factor=1 if prefetch_factor is None else prefetch_factor)
         self.packed = dataset
         self._messages = Messages(dataset)
-        self._collator = Collator(layout, shift_labels=shift_labels)
+        self._collator = Collator(
+            layout,
+            shift_labels=shift_labels,
+            loss_weights=loss_weights,
+            seq_idx=seq_idx,
+            fixed_segments=fixed_segments,
+            cu_seqlens_padded=cu_seqlens_padded,
+        )
         self._collate_rows = collate_fn
         self._ahead = prefetch_factor or AHEAD
         super().__init__(
@@ -278,6 +290,11 @@ class PackedLoader(DataLoader[Any]):
     def num_loss_tokens(self) -> int:
         """Targets in the last batch: its labels that are not -100."""
         return sum(row.num_loss_tokens for row in self._last)
+
+    @property
+    def num_examples(self) -> int:
+        """Examples (and fragments of split ones) in the last batch: with packing many more than rows."""
+        return sum(len(row.lengths) for row in self._last)
 
     @property
     def provenance(self) -> list[list[tuple[str, int | str, int]]]:

@@ -15,7 +15,19 @@ CORE = [
     *("state", "progress"),
 ]
 """Plain Python, NumPy and Arrow, in the order in which they may import each other."""
-WITH_TORCH = ["ranks", "epochs", "collate", "dataset", "messages", "ahead", "ending", "loader"]
+WITH_TORCH = [
+    "ranks",
+    "epochs",
+    "loss",
+    "collate",
+    "attention",
+    "isolation",
+    "dataset",
+    "messages",
+    "ahead",
+    "ending",
+    "loader",
+]
 ORDER = [*CORE, *WITH_TORCH]
 WHEN_NEEDED = {("sources", "huggingface")}
 """The one import against the order: inside a function, when a dataset of `datasets` is there."""
