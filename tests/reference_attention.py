@@ -40,3 +40,19 @@ def varlen_attention(
         assert end - start <= max_seqlen_q == max_seqlen_k
         out[start:end] = separate_attention(q[start:end], k[start:end], v[start:end], softmax_scale)
     return out
+
+
+def batched_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    deterministic: bool = False,
+) -> torch.Tensor:
+    """What flash-attn's `flash_attn_func` computes: each row is one example."""
+    assert causal
+    assert window_size == (-1, -1)
+    return torch.stack([separate_attention(*one, softmax_scale) for one in zip(q, k, v, strict=True)])
