@@ -3,15 +3,18 @@
 layout="flat": [1, B * T] with offset cumulative lengths: flash attention and other variable-length kernels.
 layout="rows": [B, T] for SDPA, eager and flex attention, which find the segments in position_ids.
 With two rows of 6 cells whose segments are 3 + 3 and 6: cu_seq_lens_q is [0, 3, 6, 12] and max_length_q 6.
+attention.py makes of a batch what kernels take that are called without Transformers.
 """
 
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from streampack.loss import LossWeighting, check_weighting, shift, weights_of
 from streampack.rows import IGNORE, Row, lay_out
 
 LayoutName = Literal["flat", "rows"]
@@ -24,6 +27,7 @@ class PackedRow(dict[str, Any]):
     input_ids int64 [T]; labels int64 [T], not shifted, -100 where not a target; position_ids int64 [T], from 0 in each
     segment; seq_idx int32 [T], the segment of each cell; cu_seqlens int32 [n + 1], strictly increasing from 0 to T;
     max_seqlen int; num_loss_tokens int; examples: a list of (source, shard, index) for each example in the row.
+    Where examples are padded to a multiple also segment_tokens int32 [n], the tokens of each segment without that.
     """
 
 
@@ -31,7 +35,7 @@ def packed_row(row: Row, *, seq_len: int, pad_token_id: int, examples: list[tupl
     """A row as tensors."""
     layout = lay_out([row], seq_len=seq_len, pad_token_id=pad_token_id)
     lengths = np.diff(layout.cu_seqlens[0])
-    return PackedRow(
+    packed = PackedRow(
         input_ids=torch.from_numpy(layout.input_ids[0]),
         labels=torch.from_numpy(layout.labels[0]),
         position_ids=torch.from_numpy(layout.position_ids[0]),
@@ -41,6 +45,15 @@ def packed_row(row: Row, *, seq_len: int, pad_token_id: int, examples: list[tupl
         num_loss_tokens=row.num_loss_tokens,
         examples=examples,
     )
+    tokens = _segment_tokens(row, lengths)
+    if not np.array_equal(tokens, lengths):
+        packed["segment_tokens"] = torch.from_numpy(tokens.astype(np.int32))
+    return packed
+
+
+def _segment_tokens(row: Row, lengths: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Tokens of each segment; those of the padding tail are its cells."""
+    return np.concatenate([row.origin[:, 4], lengths[len(row.origin) :]])
 
 
 class Collator:
@@ -50,43 +63,130 @@ class Collator:
         layout: "flat": tensors [1, B * T], with cu_seq_lens_q / cu_seq_lens_k int32 [segments + 1] and max_length_q /
             max_length_k (Python ints); "rows": tensors [B, T] without them.
         shift_labels: add `shift_labels`, the labels moved one to the left, for losses that take them so.
+        loss_weights: add `loss_weights`, float32 beside the labels, 0 where there is no target, for
+            `packed_cross_entropy`. Of an example of n targets each one weighs 1 ("token"), 1 / n ("example": all
+            examples count the same) or 1 / sqrt(n) ("sqrt"). A fragment of a split example counts as an example. With
+            shift_labels also `shift_loss_weights`.
+        seq_idx: add `seq_idx`, int32 beside the ids: the segment of each cell, for Mamba and linear attention. Of
+            "rows" from 0 in each row, of "flat" through all rows.
+        fixed_segments: only "flat", for torch.compile and CUDA graphs, which want the same shapes and numbers in each
+            step: cu_seq_lens get B * fixed_segments + 1 entries, the last one repeated (segments of no cells, which
+            flash attention and torch's varlen_attn skip, and flash-linear-attention refuses), and max_length is
+            seq_len. A row has at most max_examples_per_row segments, and one more of padding.
+        cu_seqlens_padded: only "flat", for examples padded by `pad_to_multiple_of`: add `cu_seqlens_padded` (the
+            cells of each segment, as in cu_seq_lens_q) and `cu_seqlens` (the tokens of each, added up), the pair that
+            Transformer Engine and Megatron take.
 
     The batch holds input_ids, labels and position_ids (int64), and use_cache=False: with a cache, Transformers does
     not look for segments in position_ids, and examples would see each other. It has no attention_mask for the same
     reason.
+
+    Raises:
+        ValueError: for arguments that cannot be used; in a call, for more than B * fixed_segments segments.
     """
 
-    def __init__(self, layout: LayoutName = "flat", *, shift_labels: bool = False) -> None:
+    def __init__(
+        self,
+        layout: LayoutName = "flat",
+        *,
+        shift_labels: bool = False,
+        loss_weights: LossWeighting | None = None,
+        seq_idx: bool = False,
+        fixed_segments: int | None = None,
+        cu_seqlens_padded: bool = False,
+    ) -> None:
         if layout not in get_args(LayoutName):
             raise ValueError(f"layout={layout!r}: pass 'flat' (variable-length kernels) or 'rows' (SDPA, eager, flex)")
+        check_weighting(loss_weights)
+        for name, value in (("fixed_segments", fixed_segments), ("cu_seqlens_padded", cu_seqlens_padded)):
+            if value and layout == "rows":
+                raise ValueError(f"{name}={value!r} is about cu_seqlens, which layout='rows' has not; pass 'flat'")
+        _check_segments(fixed_segments)
         self.layout = layout
         self.shift_labels = shift_labels
+        self.loss_weights = loss_weights
+        self.seq_idx = seq_idx
+        self.fixed_segments = fixed_segments
+        self.cu_seqlens_padded = cu_seqlens_padded
 
     def __call__(self, rows: Sequence[PackedRow]) -> Batch:
         """A batch of the rows that a PackedDataset yields."""
         stacked = [torch.stack([row[key] for row in rows]) for key in ("input_ids", "labels", "position_ids")]
-        return self._batch(stacked, [row["cu_seqlens"].numpy() for row in rows], max(row["max_seqlen"] for row in rows))
+        ends = [row["cu_seqlens"].numpy() for row in rows]
+        tokens = [
+            row["segment_tokens"].numpy() if "segment_tokens" in row else np.diff(one)
+            for row, one in zip(rows, ends, strict=True)
+        ]
+        return self._batch(stacked, ends, tokens, max(row["max_seqlen"] for row in rows))
 
     def compact(self, rows: Sequence[Row], *, seq_len: int, pad_token_id: int) -> Batch:
         """A batch of compact rows, laid out together."""
         layout = lay_out(rows, seq_len=seq_len, pad_token_id=pad_token_id)
         arrays = [torch.from_numpy(array) for array in (layout.input_ids, layout.labels, layout.position_ids)]
-        return self._batch(arrays, layout.cu_seqlens, max(layout.max_seqlen))
+        tokens = []
+        if self.cu_seqlens_padded:
+            tokens = [_segment_tokens(row, np.diff(ends)) for row, ends in zip(rows, layout.cu_seqlens, strict=True)]
+        return self._batch(arrays, layout.cu_seqlens, tokens, max(layout.max_seqlen))
 
-    def _batch(self, tensors: list[torch.Tensor], cu_seqlens: Sequence[Any], max_seqlen: int) -> Batch:
+    def _batch(self, tensors: list[torch.Tensor], ends: Sequence[Any], tokens: Sequence[Any], max_seqlen: int) -> Batch:
+        """`ends` are the cu_seqlens of each row, `tokens` the tokens of each of its segments."""
         input_ids, labels, position_ids = tensors
         batch: Batch = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+        if self.loss_weights is not None:
+            batch["loss_weights"] = weights_of(labels, ends, self.loss_weights)
+        if self.seq_idx:
+            batch["seq_idx"] = _segment_numbers(ends, through=self.layout == "flat")
         if self.shift_labels:  # the first label of each row is -100 anyway, so none is lost
-            batch["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+            batch["shift_labels"] = shift(labels, IGNORE)
+            if self.loss_weights is not None:
+                batch["shift_loss_weights"] = shift(batch["loss_weights"], 0)
         if self.layout == "flat":
-            seq_len = input_ids.shape[1]
             batch = {key: tensor.reshape(1, -1) for key, tensor in batch.items()}
-            offset = [one[1:] + seq_len * row for row, one in enumerate(cu_seqlens)]
-            together = torch.from_numpy(np.concatenate([[0], *offset]).astype(np.int32))
-            batch.update(cu_seq_lens_q=together, cu_seq_lens_k=together)
-            batch.update(max_length_q=max_seqlen, max_length_k=max_seqlen)
+            batch.update(self._lengths(ends, tokens, max_seqlen))
         batch["use_cache"] = False
         return batch
+
+    def _lengths(self, ends: Sequence[Any], tokens: Sequence[Any], max_seqlen: int) -> Batch:
+        """What variable-length kernels take, of rows one after the other."""
+        seq_len = int(ends[0][-1])
+        if self.fixed_segments is not None:
+            max_seqlen = seq_len
+        cells = self._added_up([np.diff(one) for one in ends])
+        lengths: Batch = {"cu_seq_lens_q": cells, "cu_seq_lens_k": cells}
+        lengths.update(max_length_q=max_seqlen, max_length_k=max_seqlen)
+        if self.cu_seqlens_padded:
+            lengths.update(cu_seqlens=self._added_up(tokens), cu_seqlens_padded=cells)
+        return lengths
+
+    def _added_up(self, lengths: Sequence[Any]) -> torch.Tensor:
+        """0 and the cumulative lengths of all rows, int32 [segments + 1], filled up to fixed_segments."""
+        together = np.concatenate(lengths)
+        if self.fixed_segments is not None:
+            places = len(lengths) * self.fixed_segments
+            if len(together) > places:
+                raise ValueError(
+                    f"a batch of {len(lengths)} rows has {len(together)} segments, more than "
+                    f"fixed_segments={self.fixed_segments} for each row; pass "
+                    f"max_examples_per_row={max(1, self.fixed_segments - 1)} to PackedDataset (a row may also end with "
+                    "a segment of padding), or more fixed_segments"
+                )
+            together = np.pad(together, (0, places - len(together)))
+        return torch.from_numpy(np.concatenate([[0], np.cumsum(together)]).astype(np.int32))
+
+
+def _segment_numbers(ends: Sequence[Any], *, through: bool) -> torch.Tensor:
+    """int32 [B, T]: the segment of each cell, from 0 in each row, or counted through all rows."""
+    rows, first = [], 0
+    for one in ends:
+        rows.append(np.repeat(np.arange(first, first + len(one) - 1, dtype=np.int32), np.diff(one)))
+        first += (len(one) - 1) if through else 0
+    return torch.from_numpy(np.stack(rows))
+
+
+def _check_segments(fixed_segments: Any) -> None:
+    wrong = not isinstance(fixed_segments, int) or isinstance(fixed_segments, bool) or fixed_segments < 2
+    if fixed_segments is not None and wrong:
+        raise ValueError(f"fixed_segments={fixed_segments!r}: pass an int of at least 2 (an example, padding), or None")
 
 
 def _collate_rows(rows: Sequence[PackedRow], *, collate_fn_map: Any = None) -> Batch:

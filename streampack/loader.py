@@ -1,7 +1,6 @@
 """PackedLoader: a DataLoader of packed batches whose state covers exactly what it handed out."""
 
 import threading
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,8 @@ from streampack.dataset import PackedDataset, overtaken, warn_if_loaded
 from streampack.ending import AtEnd, CpuGroup, check_at_end, resolve, together
 from streampack.hosting import Given, Message, in_order
 from streampack.lane_state import COUNTS
-from streampack.messages import Messages, quiet_fork
+from streampack.loss import LossWeighting
+from streampack.messages import Messages, quiet_fork, warn_of_reading
 from streampack.progress import Progress, Start
 from streampack.rows import Row, filler_row
 from streampack.settings import check_numbers
@@ -39,13 +39,13 @@ class PackedLoader(DataLoader[Any]):
         dataset: the PackedDataset.
         batch_size: rows in a batch of this rank. Not part of the stream's identity: change it at any resume.
         layout: "flat" or "rows", see `Collator`.
-        shift_labels: add `shift_labels` to the batches.
+        shift_labels, loss_weights, seq_idx, fixed_segments, cu_seqlens_padded: see `Collator`.
         num_workers: worker processes.
         at_end: of a finite pass on several ranks, which have not all the same number of rows. "fill": ranks that are
             out, and short batches, get rows of nothing but padding, until all ranks are out; "cut": all ranks end
             before the first batch that is not full on one of them, and what is left is counted (`stats`); "own": each
             rank ends by itself. Default: "fill" with a process group, else "own".
-        collate_fn: makes the batch from a list of `PackedRow` instead; layout and shift_labels do not apply then.
+        collate_fn: makes the batch from a list of `PackedRow` instead; what `Collator` takes does not apply then.
         prefetch_factor: messages that each worker prepares ahead (torch's default: 2); with num_workers=0: batches.
         pin_memory: put tensors into pinned memory, where CUDA is available.
         persistent_workers, multiprocessing_context, timeout, worker_init_fn: as in torch's DataLoader.
@@ -66,6 +66,10 @@ class PackedLoader(DataLoader[Any]):
         *,
         layout: LayoutName = "flat",
         shift_labels: bool = False,
+        loss_weights: LossWeighting | None = None,
+        seq_idx: bool = False,
+        fixed_segments: int | None = None,
+        cu_seqlens_padded: bool = False,
         num_workers: int = 0,
         at_end: AtEnd | None = None,
         collate_fn: Callable[[list[PackedRow]], Any] | None = None,
@@ -84,7 +88,14 @@ class PackedLoader(DataLoader[Any]):
         check_numbers({"batch_size": (batch_size, 1), "prefetch_factor": (prefetch_factor, 1)})
         self.packed = dataset
         self._messages = Messages(dataset)
-        self._collator = Collator(layout, shift_labels=shift_labels)
+        self._collator = Collator(
+            layout,
+            shift_labels=shift_labels,
+            loss_weights=loss_weights,
+            seq_idx=seq_idx,
+            fixed_segments=fixed_segments,
+            cu_seqlens_padded=cu_seqlens_padded,
+        )
         self._collate_rows = collate_fn
         self._ahead = prefetch_factor or AHEAD
         super().__init__(
@@ -154,7 +165,9 @@ class PackedLoader(DataLoader[Any]):
     def _start(self) -> Start:
         """Where the next pass begins. The dataset counts epochs, so its `set_epoch` and loaded state hold here too."""
         rank, world_size = self.packed.resolve_rank()
-        self._say_reading_factor(world_size)
+        if not self._said:
+            self._said = True
+            warn_of_reading(self.packed.stream, processes=world_size * max(1, self.num_workers))
         passes, step = self.packed.passes, self.packed.stream.epochs or 1
         state, self._loaded = self._loaded, None
         if state is None:
@@ -166,20 +179,6 @@ class PackedLoader(DataLoader[Any]):
         start = Start.of(state, rank=rank, world_size=world_size)
         passes.set(start.first_epoch + step)
         return start
-
-    def _say_reading_factor(self, world_size: int) -> None:
-        """Say once where every process has to read the same shards (which costs nothing with random access)."""
-        stream, processes = self.packed.stream, world_size * max(1, self.num_workers)
-        for part in stream.parts:
-            factor, source = stream.deal(part).reading_factor(processes), part.source
-            if factor >= 2 and not getattr(source, "random_access", False) and not self._said:
-                warnings.warn(
-                    f"source {source.name!r} has {source.num_shards} shards for {stream.lanes} lanes, so {processes} "
-                    f"processes read all of them, {factor:.3g} times the source in all; more files (or for Parquet "
-                    "more row groups, see datasets' reshard()), fewer workers or fewer lanes read less",
-                    stacklevel=4,
-                )
-        self._said = True
 
     def _fresh_start(self, epoch: int, rank: int, world_size: int) -> Start:
         totals = self._progress.counts() if self._progress is not None else dict.fromkeys(COUNTS, 0)
@@ -303,6 +302,11 @@ class PackedLoader(DataLoader[Any]):
     def num_loss_tokens(self) -> int:
         """Targets in the last batch: its labels that are not -100."""
         return sum(row.num_loss_tokens for row in self._last)
+
+    @property
+    def num_examples(self) -> int:
+        """Examples (and fragments of split ones) in the last batch: with packing many more than rows."""
+        return sum(len(row.lengths) for row in self._last)
 
     @property
     def provenance(self) -> list[list[tuple[str, int | str, int]]]:

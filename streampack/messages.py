@@ -1,6 +1,7 @@
 """What runs in the worker processes of a PackedLoader: each sends its share of the rows as messages."""
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from streampack.dataset import PackedDataset
 from streampack.hosting import Message
 from streampack.progress import Start
 from streampack.ranks import limit_tokenizer_threads, worker_of_process
+from streampack.stream import Stream
 
 
 class Messages(IterableDataset[Message]):
@@ -78,3 +80,16 @@ def quiet_fork() -> Iterator[None]:
     finally:
         if before is None:
             os.environ.pop(name, None)
+
+
+def warn_of_reading(stream: Stream, *, processes: int) -> None:
+    """Say where every process has to read the same shards (which costs nothing with random access)."""
+    for part in stream.parts:
+        factor, source = stream.deal(part).reading_factor(processes), part.source
+        if factor >= 2 and not getattr(source, "random_access", False):
+            warnings.warn(
+                f"source {source.name!r} has {source.num_shards} shards for {stream.lanes} lanes, so {processes} "
+                f"processes read all of them, {factor:.3g} times the source in all; more files (or for Parquet "
+                "more row groups, see datasets' reshard()), fewer workers or fewer lanes read less",
+                stacklevel=5,
+            )

@@ -17,8 +17,8 @@ CORE = [
 ]
 """Plain Python, NumPy and Arrow, in the order in which they may import each other."""
 WITH_TORCH = [
-    *("callers", "ranks", "epochs", "collate", "dataset", "messages", "ahead", "ending", "loader", "mds_writer"),
-    *("checkpoint", "passes"),
+    *("callers", "ranks", "epochs", "loss", "collate", "attention", "isolation", "dataset", "messages"),
+    *("ahead", "ending", "loader", "mds_writer", "checkpoint", "passes"),
 ]
 ENGINES = ["trainer", "lightning"]
 """For engines, which they import; nothing imports them."""
