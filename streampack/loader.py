@@ -56,8 +56,6 @@ class PackedLoader(DataLoader[Any]):
 
     # For accelerate: prepare() must give it back as it is. It is dealt to ranks already, and would be once more.
     _is_accelerate_prepared = True
-    saved_by_callback = False
-    """streampack.lightning.StreamCheckpoint saves the state, as of the batches that were trained."""
 
     def __init__(
         self,
@@ -83,9 +81,7 @@ class PackedLoader(DataLoader[Any]):
         if not isinstance(dataset, PackedDataset):
             raise TypeError(f"PackedLoader takes a PackedDataset, not {type(dataset).__name__}")
         check_at_end(at_end)
-        if batch_size is None:
-            raise TypeError("batch_size=None: rows come in batches; pass an int")
-        check_numbers({"batch_size": (batch_size, 1), "prefetch_factor": (prefetch_factor, 1)})
+        check_numbers({"batch_size": (batch_size or 0, 1), "prefetch_factor": (prefetch_factor, 1)})
         self.packed = dataset
         self._messages = Messages(dataset)
         self._collator = Collator(
@@ -114,6 +110,7 @@ class PackedLoader(DataLoader[Any]):
         self.__dict__.update(batch_size=batch_size)
         self._batch_rows = batch_size
         self.at_end = at_end
+        self.saved_by_callback = False  # see lightning.py
         self._group = CpuGroup()
         self._pin = pin_memory and torch.cuda.is_available()
         self._loaded: dict[str, Any] | None = None

@@ -17,7 +17,7 @@ IGNORE = -100
 """The label that losses ignore (the default of torch's cross_entropy)."""
 
 
-@dataclass(slots=True, kw_only=True)  # not frozen, which would take twice as long to make
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One row, compact. n = its segments, c = the cells they cover, 0 <= c <= T."""
 

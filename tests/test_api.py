@@ -22,6 +22,7 @@ def test_these_are_the_names_of_the_library():
         "Collator",
         "Files",
         "FunctionSource",
+        "IsolationError",
         "MDSSource",
         "Mixture",
         "PackedDataset",
@@ -31,9 +32,23 @@ def test_these_are_the_names_of_the_library():
         "SequenceSource",
         "Source",
         "StateError",
+        "StreamState",
+        "block_mask",
+        "check_isolation",
+        "context_parallel_part",
+        "count_batches",
+        "global_sum",
+        "load_json",
+        "load_stream",
+        "loss_normalizer",
         "merge_states",
+        "packed_cross_entropy",
         "read_packed_row",
         "resolve_once",
+        "save_json",
+        "save_stream",
+        "segment_ids",
+        "varlen_lengths",
         "write_mds",
         "write_packed_mds",
     ]
@@ -80,7 +95,7 @@ def test_settings_are_passed_by_name(name, positional):
 
 
 CLASSES = [name for name in streampack.__all__ if isinstance(getattr(streampack, name), type)]
-WITHOUT_ARGUMENTS = {"BadExample", "PackedRow", "Source", "StateError"}
+WITHOUT_ARGUMENTS = {"BadExample", "IsolationError", "PackedRow", "Source", "StateError"}
 
 
 @pytest.mark.parametrize("name", sorted(set(CLASSES) - WITHOUT_ARGUMENTS))
