@@ -134,6 +134,12 @@ class PackedTrainerMixin(_Base):  # type: ignore[misc]
             raise ValueError(
                 f"the PackedLoader has batch_size={loader.batch_size}, {argument} is {batch_size}: make them equal"
             )
+        _, world_size = loader.packed.resolve_rank()
+        if self.args.world_size == 1 < world_size:
+            raise ValueError(
+                f"the rows are dealt to {world_size} processes, but the Trainer knows only of this one, so that each "
+                "would train a model of its own; pass use_cpu=True on CPUs, and start all with torchrun"
+            )
         if loader.at_end == "own" and loader.packed.stream.epochs is not None and self.args.world_size > 1:
             raise ValueError(
                 "at_end='own': processes that end early would leave the others waiting; use 'fill' or 'cut'"

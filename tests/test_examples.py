@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 import streampack
+from streampack.lane_state import COUNTS
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 STEPS = 24
@@ -37,7 +39,12 @@ def environment() -> dict[str, str]:
 def started(*command: object) -> Iterator[subprocess.Popen[str]]:
     """A running process, which does not outlive the block."""
     process = subprocess.Popen(
-        list(map(str, command)), env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        list(map(str, command)),
+        env=environment(),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
     try:
         yield process
@@ -251,3 +258,104 @@ def test_arguments_reach_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "argv", ["train.py", "--out", str(tmp_path), *arguments.split()])
     module.open_stream(module.parse_arguments())
     assert asked == [(("some/dataset", "small"), {"split": "test", "revision": "abc", "streaming": True})]
+
+
+# ---- finetune_trainer.py ---------------------------------------------------------------------------------------------
+
+FEW = ["--conversations", "400", "--epochs", "2", "--save-every", "3"]
+
+
+def finetune(out: Path, *more: object, on: Sequence[str] = ONE) -> list[object]:
+    return [*on, EXAMPLES / "finetune_trainer.py", *FEW, "--out", out, *more]
+
+
+def held_out_losses(output: str) -> list[float]:
+    """After each epoch, and at the end."""
+    return [float(loss) for loss in re.findall(r"'eval_loss': '?([0-9.]+)", output)]
+
+
+def wait_for_checkpoint(process: subprocess.Popen[str], out: Path, step: int) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not (out / f"checkpoint-{step}" / "trainer_state.json").exists():
+        assert process.poll() is None, finish(process)
+        assert time.monotonic() < deadline, f"no checkpoint {step} within {PATIENCE_SECONDS} s"
+        time.sleep(0.005)
+
+
+def kill_all(process: subprocess.Popen[str]) -> None:
+    """A launcher and the processes that it started."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def finetuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """(folder, output) of an uninterrupted run."""
+    out = tmp_path_factory.mktemp("examples") / "finetuned"
+    return out, run(*finetune(out))
+
+
+def test_finetune_trainer_trains_on_each_conversation_in_each_epoch(finetuned: tuple[Path, str]) -> None:
+    out, output = finetuned
+    losses = held_out_losses(output)
+    assert len(losses) == 3
+    assert losses[1] < losses[0] - 0.5
+    assert losses[2] == losses[1]
+    assert "Sort python! " in output
+    stream = json.loads((out / "checkpoint-10" / "stream.json").read_text())
+    counts = [json.loads(lane)[3] for lane in stream["lanes"].values()]
+    assert stream["pass"] == [1, 2]
+    assert sum(count[COUNTS.index("examples")] for count in counts) == 400 - stream["totals"]["examples"] + 400
+    assert "10 steps, held-out loss " in output
+
+
+@pytest.mark.slow
+def test_a_killed_fine_tuning_goes_on_bit_by_bit(tmp_path: Path, finetuned: tuple[Path, str]) -> None:
+    for step in (3, 6):
+        with started(*finetune(tmp_path)) as process:
+            wait_for_checkpoint(process, tmp_path, step)
+            kill_all(process)
+    output = run(*finetune(tmp_path))
+    assert "goes on from " in output
+    model = "checkpoint-10/model.safetensors"
+    assert (tmp_path / model).read_bytes() == (finetuned[0] / model).read_bytes()
+    assert held_out_losses(output)[-1] == held_out_losses(finetuned[1])[-1]
+
+
+@pytest.mark.slow
+def test_the_fine_tuning_of_two_processes_goes_on_in_one(tmp_path: Path, finetuned: tuple[Path, str]) -> None:
+    with started(*finetune(tmp_path, "--batch-size", 2, on=TWO)) as process:
+        wait_for_checkpoint(process, tmp_path, 6)
+        kill_all(process)
+    output = run(*finetune(tmp_path))
+    assert held_out_losses(output)[-1] == pytest.approx(held_out_losses(finetuned[1])[-1], abs=2e-3)
+
+
+# ---- pretrain_fsdp.py ------------------------------------------------------------------------------------------------
+
+
+def pretrain(data: Path, out: Path, processes: int, steps: int = 60) -> list[object]:
+    launcher = [*TWO[:-1], str(processes)]
+    sizes = f"--steps {steps} --seq-len 256 --max-files 60 --save-every 5".split()
+    return [*launcher, EXAMPLES / "pretrain_fsdp.py", *sizes, "--data", data, "--out", out]
+
+
+@pytest.mark.slow
+def test_pretraining_killed_on_four_ranks_then_on_two_goes_on_on_one_as_if_nothing_had_been(
+    tmp_path: Path, data: Path
+) -> None:
+    whole, elastic = tmp_path / "whole", tmp_path / "elastic"
+    run(*pretrain(data, whole, 1))
+    for processes, steps in ((4, 20), (2, 40)):
+        with started(*pretrain(data, elastic, processes)) as process:
+            wait_for_step(process, elastic, steps)
+            kill_all(process)
+        assert process.returncode == -signal.SIGKILL, f"was over before it could be killed on {processes} ranks"
+        assert steps <= len(log_lines(elastic)) < 60
+    run(*pretrain(data, elastic, 1))
+    lines, expected = log(elastic), log(whole)
+    assert [line["step"] for line in lines] == list(range(1, 61))
+    assert [line["rows"] for line in lines] == [line["rows"] for line in expected]
+    assert len({line["rows"] for line in lines}) == 60
+    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in expected], abs=1e-3)
+    assert expected[-1]["loss"] < expected[0]["loss"] - 2

@@ -349,6 +349,8 @@ def test_arguments_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         trainer(PackedLoader(packed(), 3), arguments(tmp_path)).train()
     with pytest.raises(ValueError, match=r"label_smoothing_factor=0\.1.*NaN.*endless"):
         trainer(packed(1), arguments(tmp_path, label_smoothing_factor=0.1)).train()
+    with pytest.raises(ValueError, match=r"dealt to 2 processes, but the Trainer knows only of this one.*use_cpu=True"):
+        trainer(packed(rank=0, world_size=2), arguments(tmp_path)).train()
     with pytest.raises(ValueError, match="the evaluation set is endless"):
         trainer(packed(), arguments(tmp_path), eval_dataset=packed()).evaluate()
 
