@@ -268,7 +268,7 @@ LASTING = {
     "a missing file": raised_by(Path("/not/there").read_bytes),
     "a missing file, by Arrow": raised_by(lambda: pa.OSFile("/not/there")),
     "a folder": raised_by(Path("/").read_bytes),
-    "no permission": PermissionError(13, "Permission denied", "/root/a"),
+    "no permission": PermissionError(13, "Permission denied", "/data/a"),
     "KeyError": KeyError("text"),
     "TypeError": TypeError(),
     "ValueError": ValueError(),
