@@ -490,7 +490,7 @@ def test_several_processes_read_everything_through_one_cold_cache_also_a_small_o
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
     processes = [in_process(READ_ALL, tmp_path, folders["zstd"]) for _ in range(3)]
-    found = [process.communicate(timeout=120)[0].split() for process in processes]
+    found = [process.communicate(timeout=400)[0].split() for process in processes]
     digest = hashlib.sha256(b"".join(np.array(row["input_ids"], np.uint16).tobytes() for row in ROWS))
     assert found == [[digest.hexdigest()] * 2] * 3
     assert len(files(tmp_path / "all")) == 20

@@ -27,7 +27,7 @@ def test_without_mosaicml_streaming_the_error_says_how_to_get_it(use: str, tmp_p
         [sys.executable, "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         check=False,
         cwd=tmp_path,
         env={"PYTHONPATH": str(Path(__file__).parents[1])},
