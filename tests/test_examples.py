@@ -336,7 +336,8 @@ def test_the_fine_tuning_of_two_processes_goes_on_in_one(tmp_path: Path, finetun
 
 def pretrain(data: Path, out: Path, processes: int, steps: int = 60) -> list[object]:
     launcher = [*TWO[:-1], str(processes)]
-    sizes = f"--steps {steps} --seq-len 256 --max-files 60 --save-every 5".split()
+    # A low rate, so that differences in rounding do not grow from step to step.
+    sizes = f"--steps {steps} --seq-len 128 --max-files 60 --save-every 5 --lr 3e-4".split()
     return [*launcher, EXAMPLES / "pretrain_fsdp.py", *sizes, "--data", data, "--out", out]
 
 
@@ -357,5 +358,5 @@ def test_pretraining_killed_on_four_ranks_then_on_two_goes_on_on_one_as_if_nothi
     assert [line["step"] for line in lines] == list(range(1, 61))
     assert [line["rows"] for line in lines] == [line["rows"] for line in expected]
     assert len({line["rows"] for line in lines}) == 60
-    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in expected], abs=1e-3)
-    assert expected[-1]["loss"] < expected[0]["loss"] - 2
+    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in expected], abs=1e-4)
+    assert expected[-1]["loss"] < expected[0]["loss"] - 1
