@@ -12,6 +12,8 @@ from streampack import Collator, PackedDataset, PackedLoader
 from streampack.attention import block_mask, context_parallel_part, segment_ids, varlen_lengths
 
 from .reference_attention import separate_attention, varlen_attention
+from .test_models import batch_of as docs_batch
+from .test_models import small_model
 from .test_rows import row_of
 
 ROWS = [row_of([1, 2, 3], [4, 5]), row_of([6], [7, 8, 9, 10, 11])]
@@ -127,6 +129,20 @@ def test_a_block_mask_of_a_long_row_does_not_hold_all_pairs_of_cells() -> None:
     assert block_mask(batch).kv_indices.shape == (1, 1, 1024, 1024)  # all pairs would be 16 GiB
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, as Transformers compiles the mask
+def test_flex_attention_of_transformers_finds_segments_itself_and_takes_a_block_mask() -> None:
+    exact, flex = (small_model("llama", attention).eval() for attention in ("sdpa", "flex_attention"))
+    for layout in ("rows", "flat"):
+        batch, _ = docs_batch(3, layout)
+        del batch["labels"]
+        with torch.no_grad():
+            expected = exact(**batch).logits
+            torch.testing.assert_close(flex(**batch).logits, expected, rtol=0, atol=1e-6)
+            found = flex(**batch, attention_mask=block_mask(batch)).logits
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
 # ---- context parallelism ----------------------------------------------------------------------------------------
 
 
@@ -198,6 +214,22 @@ def test_segments_that_cannot_be_cut_evenly_are_refused_with_the_remedy() -> Non
         context_parallel_part(batch, rank=2, size=2)
     with pytest.raises(ValueError, match="need layout='flat'"):
         context_parallel_part(batch_of("rows"), rank=0, size=2)
+
+
+# ---- Transformers -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_transformers_takes_a_batch_with_every_option_and_gives_the_same_loss(family: str, layout: Any) -> None:
+    model = small_model(family, "sdpa")
+    lengths = {"fixed_segments": 4, "cu_seqlens_padded": True} if layout == "flat" else {}
+    options = {"shift_labels": True, "loss_weights": "example", "seq_idx": True, **lengths}
+    plain, full = batch_of(layout), batch_of(layout, **options)
+    assert len(full) == len(plain) + 4 + len(lengths)
+    found, expected = model(**full), model(**plain)
+    assert torch.equal(found.logits, expected.logits)
+    torch.testing.assert_close(found.loss, expected.loss)
 
 
 # ---- fixed shapes -----------------------------------------------------------------------------------------------
