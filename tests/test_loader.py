@@ -476,7 +476,7 @@ def test_bad_arguments_are_refused() -> None:
         PackedLoader([1, 2])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="batch_size=0"):
         PackedLoader(packed(), 0)
-    with pytest.raises(ValueError, match="prefetch_factor=-1: pass an int of at least 1"):
+    with pytest.raises(ValueError, match="prefetch_factor=-1: must be at least 1"):
         PackedLoader(packed(), 1, prefetch_factor=-1)
     with pytest.raises(ValueError, match="layout='flow'"):
         PackedLoader(packed(), 1, layout="flow")  # type: ignore[arg-type]
