@@ -20,6 +20,7 @@ import numpy as np
 from data import LengthSource, exit_status, lengths_of, show, show_versions, table_of_ids
 
 from streampack import PackedDataset
+from streampack.stream import LaneOpener
 
 LANES = 16
 SEQ_LEN = 4096
@@ -62,7 +63,7 @@ def rows_of_lanes(lengths: np.ndarray, files: list[int] | None) -> np.ndarray:
         source = LengthSource(lengths, files=files)
     dataset = PackedDataset(source, seq_len=SEQ_LEN, lanes=LANES)
     rows = []
-    for lane in map(dataset.stream.open_lanes(first_epoch=0, states={}), range(LANES)):
+    for lane in map(LaneOpener(dataset.stream, 0, {}), range(LANES)):
         count = 0
         while lane.next_row() is not None:
             count += 1

@@ -33,6 +33,7 @@ from data import SETS, LengthSource, cut, exit_status, lengths_of, show, show_ve
 from streampack import PackedDataset
 from streampack.lanes import MAX_ROWS, MIN_ROWS
 from streampack.packing import best_fit, first_row, resolve
+from streampack.stream import LaneOpener
 
 SEQ_LENS = (2048, 4096, 8192, 32768, 131072)
 BUFFER = 256
@@ -57,13 +58,13 @@ class LaneRows:
 
 def run_lane(dataset: PackedDataset, number: int) -> LaneRows:
     """One lane to its end. Of one lane, the number of an example is its place in the set."""
-    lane = dataset.stream.open_lanes(first_epoch=0, states={})(number)
+    lane = LaneOpener(dataset.stream, 0, {})(number)
     made = LaneRows()
     while (row := lane.next_row()) is not None:
         made.rows += 1
         made.segments.append(row.origin)
         if dataset.stream.lanes == 1:
-            state = lane.state()
+            state = lane.state().feeds[0]
             newest = state.head[0] - (state.head[1] == 0)
             made.wait = max(made.wait, newest - int((row.origin[:, 1] * 1000 + row.origin[:, 2]).min()))
             oldest = state.waiting.find(1)
@@ -183,7 +184,7 @@ def compare(name: str, seq_len: int) -> tuple[list[object], list[object]]:
 def endless(name: str, lanes: int) -> list[object]:
     """Five epochs of 1,000 examples: is each there once in every epoch, and none twice in a row?"""
     dataset = PackedDataset(LengthSource(lengths_of(name)[:1000]), seq_len=4096, lanes=lanes, epochs=None)
-    opener = dataset.stream.open_lanes(first_epoch=0, states={})
+    opener = LaneOpener(dataset.stream, 0, {})
     seen: Counter[tuple[int, ...]] = Counter()
     twice = rows = 0
     for lane in map(opener, range(lanes)):
