@@ -98,7 +98,8 @@ def write_packed_mds(
     """Write packed rows as MDS, in their order; `read_packed_row` makes exactly these rows of the samples again.
 
     Columns, T = seq_len: `input_ids` (uint16 or uint32 [T]), `loss_mask` (uint8 [T], 1 where labels are not -100),
-    `lengths` (uint32 [segments], of the padding tail too) and `examples` (JSON: source, shard, index of each).
+    `lengths` (uint32 [segments], of the padding tail too), `tokens` (uint32 [segments], without the cells by which
+    `pad_to_multiple_of` pads an example) and `examples` (JSON: source, shard, index of each).
 
     Args:
         rows: a PackedDataset (the rows of its next pass that fall to this rank), or any iterable of its rows.
@@ -126,6 +127,7 @@ def write_packed_mds(
         "input_ids": f"ndarray:{ids_type}:{len(first['input_ids'])}",
         "loss_mask": f"ndarray:uint8:{len(first['input_ids'])}",
         "lengths": "ndarray:uint32",
+        "tokens": "ndarray:uint32",
         "examples": "json",
     }
     return _write(
@@ -148,7 +150,7 @@ def read_packed_row(sample: Mapping[str, Any]) -> PackedRow:
     Raises:
         ValueError: for a sample of something else.
     """
-    missing = [name for name in ("input_ids", "loss_mask", "lengths", "examples") if name not in sample]
+    missing = [name for name in ("input_ids", "loss_mask", "lengths", "tokens", "examples") if name not in sample]
     if missing:
         raise ValueError(f"the sample has no {missing[0]!r} (there are: {', '.join(sample)}): not a packed row")
     ids = np.array(sample["input_ids"], dtype=np.int32)
@@ -156,11 +158,13 @@ def read_packed_row(sample: Mapping[str, Any]) -> PackedRow:
     examples = [(source, shard, index) for source, shard, index in sample["examples"]]
     segments = lengths[: len(examples)]  # the padding tail has no example
     cells = int(segments.sum())
+    origin = np.zeros((len(examples), 5), dtype=np.int64)
+    origin[:, 4] = sample["tokens"][: len(examples)]
     row = Row(
         ids=ids[:cells],
         lengths=segments,
         targets=np.array(sample["loss_mask"][:cells], dtype=bool),
-        origin=np.zeros((len(examples), 5), dtype=np.int64),
+        origin=origin,
     )
     return packed_row(row, seq_len=len(ids), pad_token_id=int(ids[-1]), examples=examples)
 
@@ -219,10 +223,12 @@ def _token_samples(
 
 
 def _packed_sample(row: PackedRow, number: int, ids_type: IdType, limit: int) -> dict[str, Any]:
+    lengths = np.diff(row["cu_seqlens"].numpy()).astype(np.uint32)
     sample = {
         "input_ids": _fit(row["input_ids"].numpy(), ids_type, limit, f"row {number}"),
         "loss_mask": (row["labels"].numpy() != IGNORE).astype(np.uint8),
-        "lengths": np.diff(row["cu_seqlens"].numpy()).astype(np.uint32),
+        "lengths": lengths,
+        "tokens": row["segment_tokens"].numpy().astype(np.uint32) if "segment_tokens" in row else lengths,
         "examples": [list(example) for example in row["examples"]],
     }
     again = read_packed_row(sample)

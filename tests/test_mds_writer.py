@@ -210,6 +210,7 @@ def test_packed_rows_come_back_as_they_were(tmp_path: Path, kind: str) -> None:
         "examples": "json",
         "input_ids": "ndarray:uint16:64",
         "lengths": "ndarray:uint32",
+        "tokens": "ndarray:uint32",
         "loss_mask": "ndarray:uint8:64",
     }
 
