@@ -4,6 +4,8 @@
     python examples/finetune_trainer.py                                # after Ctrl-C or kill -9: the same run goes on
     torchrun --nproc-per-node 2 examples/finetune_trainer.py           # on two processes
 
+(On a CPU, Transformers 4.57 cannot load the optimizer's state in several processes: there start two, and go on in one.)
+
 The conversations are made here: letters to sort, and the answer. Only the tokens of answers are targets (the
 tokenizer's chat template says which). They are packed into rows of 256 tokens, six or so in each, and do not see each
 other. The set is trained on `--epochs` times, each conversation once in each epoch. Prints the loss and the tokens
