@@ -140,7 +140,7 @@ def read_with_retries(
             item = next(items, _END)
         # (A StopIteration of `read` itself lands here too, and leaves this generator as a RuntimeError: no silent end.)
         except Exception as error:
-            place, items = f"while reading {where(source, shard, index)}", None
+            place, items = f"while reading {where(source, shard, index, may_read=False)}", None
             wait = failures.wait_after(error)
             if wait is not None:
                 _log.warning("%s: %r; attempt %d in %.1f s", place, error, failures.count + 1, wait)
