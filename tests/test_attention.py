@@ -1,7 +1,6 @@
 """What kernels take that are called without Transformers: lengths, masks, parts of rows; shapes that stay the same."""
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,13 +18,7 @@ from .test_rows import row_of
 ROWS = [row_of([1, 2, 3], [4, 5]), row_of([6], [7, 8, 9, 10, 11])]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny tensors: more threads only wait for each other, ten times as long where other processes run."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def batch_of(layout: Any, rows: Any = ROWS, seq_len: int = 6, **options: Any) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """check_isolation passes what is right and says of each wrong set-up what to change, with real Transformers models."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,17 +10,11 @@ from streampack import Collator
 from streampack.isolation import IsolationError, check_isolation
 
 from .test_models import SEQ_LEN, VOCABULARY, batch_of
+from .test_models import SIZE as SMALL
 from .test_rows import row_of
 
-SIZE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
+SIZE = {**SMALL, "max_position_embeddings": 128}
+
 LAYERS = ["sliding_attention", "full_attention"]
 GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
 OPT = {"vocab_size": VOCABULARY, "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": 2}
@@ -35,13 +28,7 @@ CONFIGS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny tensors: more threads only wait for each other, ten times as long where other processes run."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def model_of(family: str, attention: str = "sdpa") -> Any:

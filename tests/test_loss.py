@@ -1,7 +1,6 @@
 """The loss of packed batches: as of separate examples, and the same on any number of ranks with any accumulation."""
 
 import itertools
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,7 @@ STEPS, ROWS_PER_STEP = 50, 8
 WEIGHTINGS = ["token", "example", "sqrt"]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny tensors: more threads only wait for each other, ten times as long where other processes run."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def logits_of(model: Any, batch: dict[str, Any]) -> torch.Tensor:

@@ -12,17 +12,19 @@ SEQ_LEN, VOCABULARY = 32, 97
 TOLERANCE = 1e-5
 
 
+SIZE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
 def small_model(family: str, attention: str) -> Any:
-    size = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-    }
-    config = LlamaConfig(**size) if family == "llama" else Qwen3Config(**size, head_dim=8)
+    config = LlamaConfig(**SIZE) if family == "llama" else Qwen3Config(**SIZE, head_dim=8)
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 

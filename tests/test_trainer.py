@@ -23,16 +23,8 @@ from .test_ranks import run_ranks
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
     pytest.mark.timeout(180),
+    pytest.mark.usefixtures("one_thread"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    """Tiny models are slower with more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def packed(epochs: int | None = None, count: int = 120, **changes: Any) -> PackedDataset:
