@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from streampack.loader import PackedLoader
+from streampack.ranks import resolve_once
 from streampack.state import StateError, check_is_state, merge_states
 
 _STREAM = "stream"
@@ -137,10 +138,10 @@ def save_stream(loader: PackedLoader, folder: str | os.PathLike[str], *, batches
         os.replace(unfinished, folder)
         _sync_folder(folder.parent)
 
-    _on_first_rank(prepare)
+    resolve_once(prepare)
     with _quiet_alone():
         save({_STREAM: values}, checkpoint_id=unfinished)
-    _on_first_rank(finish)
+    resolve_once(finish)
 
 
 def load_stream(loader: PackedLoader, folder: str | os.PathLike[str], *, change_weights: bool = False) -> None:
@@ -205,7 +206,7 @@ def save_json(loader: PackedLoader, path: str | os.PathLike[str], *, batches: in
         OSError: on all ranks, if rank 0 cannot write it.
     """
     state = merged_state(loader, batches=batches)
-    _on_first_rank(lambda: _write_whole(Path(path), json.dumps(state)))
+    resolve_once(lambda: _write_whole(Path(path), json.dumps(state)))
 
 
 def load_json(loader: PackedLoader, path: str | os.PathLike[str], *, change_weights: bool = False) -> None:
@@ -215,7 +216,7 @@ def load_json(loader: PackedLoader, path: str | os.PathLike[str], *, change_weig
         StateError: with the file's name, if it is damaged, of another version, or of another stream.
         OSError: on all ranks, if rank 0 cannot read it.
     """
-    text = _on_first_rank(lambda: Path(path).read_text(errors="replace"))
+    text = resolve_once(lambda: Path(path).read_text(errors="replace"))
     try:
         state = json.loads(text)
     except ValueError as error:
@@ -270,21 +271,6 @@ def gather_objects(mine: Any) -> list[Any]:
         everyone *= dist.get_world_size()
         dist.all_gather_object(everyone, mine)
     return everyone
-
-
-def _on_first_rank(work: Callable[[], Any]) -> Any:
-    """What `work` returns in the first process, or its error, in all processes."""
-    done: list[Any] = [None, None]
-    if not _has_group() or dist.get_rank() == 0:
-        try:
-            done[0] = work()
-        except Exception as error:
-            done[1] = error
-    if _has_group():
-        dist.broadcast_object_list(done)
-    if done[1] is not None:
-        raise done[1]
-    return done[0]
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from streampack.arguments import check_numbers
 from streampack.callers import refuse_checkpointing_by_key, refuse_dealing
 from streampack.collate import PackedRow, packed_row
 from streampack.encode import Overlong
@@ -17,7 +18,7 @@ from streampack.progress import Progress, Start
 from streampack.ranks import check_rank, limit_tokenizer_threads, rank_of_environment, rank_of_group, worker_of_process
 from streampack.retry import Retry
 from streampack.rows import Row
-from streampack.settings import Settings, check_numbers
+from streampack.settings import Settings
 from streampack.state import StateError, accept
 
 

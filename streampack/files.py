@@ -5,7 +5,6 @@ row group, of an Arrow file a record batch; a compressed JSONL file is one. So J
 shards, many lanes share a big file, and a position in the middle of it costs a seek.
 """
 
-import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ import pyarrow as pa
 
 from streampack import columnar, lines
 from streampack.order import IntArray
-from streampack.sources import Example, Fault
+from streampack.sources import Example, Fault, in_short
 from streampack.storage import PART_KINDS, File, Part, find, is_url, opened
 
 FormatName = Literal["jsonl", "parquet", "arrow"]
@@ -256,10 +255,7 @@ def _parts(found: list[File], kinds: list[tuple[FormatName, str]], range_bytes: 
 def _identity(found: list[File], range_bytes: int | None) -> str:
     """Names and sizes, wherever the files lie: a set that was moved is the same set."""
     names = [f"{name}:{file.size}" for name, file in zip(_relative(found), found, strict=True)]
-    text = " ".join(names)
-    if len(names) > 4:
-        digest = hashlib.sha256("\n".join(names).encode(errors="surrogateescape")).hexdigest()[:12]
-        text = f"{names[0]} .. {names[-1]}, {len(names)} files ({digest})"
+    text = in_short(names)
     return text if range_bytes is None else f"{text} in ranges of {range_bytes} bytes"
 
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from huggingface_hub import HfFileSystem
 
-from streampack.sources import Example, Source
+from streampack.sources import Example, Source, in_short
 
 BATCH = 256
 """Examples asked of `datasets` at a time. Batches are about 10 times faster than single examples, and, unlike single
@@ -200,12 +200,7 @@ def _stream_name(stream: Any, files: list[str], num_shards: int) -> str:
 
 def _describe_files(files: list[str]) -> str:
     """Relative names and sizes. Names on a hub hold the revision; asking for their sizes would cost a request each."""
-    unique = list(dict.fromkeys(files))
-    described = _names_and_sizes(unique)
-    if len(unique) <= 4:
-        return " ".join(described)
-    digest = hashlib.sha256("\n".join(described).encode()).hexdigest()[:12]
-    return f"{described[0]} .. {described[-1]}, {len(unique)} files ({digest})"
+    return in_short(_names_and_sizes(list(dict.fromkeys(files))))
 
 
 def _names_and_sizes(unique: list[str]) -> list[str]:

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from streampack.ahead import WorkAhead
+from streampack.arguments import check_numbers
 from streampack.callers import refuse_checkpointing_by_key, warn_of_fetched_batch
 from streampack.collate import Batch, Collator, LayoutName, PackedRow
 from streampack.dataset import PackedDataset, overtaken, warn_if_loaded
@@ -18,7 +19,6 @@ from streampack.loss import LossWeighting
 from streampack.messages import Messages, quiet_fork, warn_of_reading
 from streampack.progress import Progress, Start
 from streampack.rows import Row, filler_row
-from streampack.settings import check_numbers
 from streampack.sources import BadExample
 from streampack.state import StateError, accept
 
@@ -54,6 +54,7 @@ class PackedLoader(DataLoader[Any]):
         ValueError, TypeError: for arguments that cannot be used.
     """
 
+    batch_size: int  # torch's own may be None
     # For accelerate: prepare() must give it back as it is. It is dealt to ranks already, and would be once more.
     _is_accelerate_prepared = True
 
@@ -108,7 +109,6 @@ class PackedLoader(DataLoader[Any]):
         # torch must not batch what workers send, but to everyone else this is the batch size. (Its guard against
         # changing it later goes through __setattr__.)
         self.__dict__.update(batch_size=batch_size)
-        self._batch_rows = batch_size
         self.at_end = at_end
         self.saved_by_callback = False  # see lightning.py
         self._group = CpuGroup()
@@ -137,9 +137,9 @@ class PackedLoader(DataLoader[Any]):
             for given in source if at_end == "own" else self._together(source, progress, at_end):
                 self._check_current(progress)
                 rows = [one.row for one in given if one.row is not None]
-                if at_end == "fill" and len(rows) < self._batch_rows:
-                    progress.filler_rows += self._batch_rows - len(rows)
-                    rows += [filler_row()] * (self._batch_rows - len(rows))
+                if at_end == "fill" and len(rows) < self.batch_size:
+                    progress.filler_rows += self.batch_size - len(rows)
+                    rows += [filler_row()] * (self.batch_size - len(rows))
                 batch = self._collate(rows) if rows else None
                 for one in given:
                     progress.take(one)
@@ -153,7 +153,7 @@ class PackedLoader(DataLoader[Any]):
             source.close()
 
     def _together(self, source: Iterable[list[Given]], progress: Progress, at_end: AtEnd) -> Iterator[list[Given]]:
-        return together(source, at_end=at_end, batch_size=self._batch_rows, group=self._group, leave=progress.leave)
+        return together(source, at_end=at_end, batch_size=self.batch_size, group=self._group, leave=progress.leave)
 
     def _check_current(self, progress: Progress) -> None:
         if self._progress is not progress or self.packed.passes.loads != self._loads:
@@ -188,7 +188,7 @@ class PackedLoader(DataLoader[Any]):
         for one in in_order(self._receive(progress, closed), num_workers=max(1, self.num_workers)):
             given.append(one)
             rows += one.row is not None
-            if rows == self._batch_rows:
+            if rows == self.batch_size:
                 yield given
                 given, rows = [], 0
         yield given
@@ -205,7 +205,7 @@ class PackedLoader(DataLoader[Any]):
 
     def filler_batch(self) -> Any:
         """A batch of nothing but padding: no loss, no gradient. It counts nowhere."""
-        return self._collate([filler_row()] * self._batch_rows)
+        return self._collate([filler_row()] * self.batch_size)
 
     def _receive(self, progress: Progress, closed: threading.Event) -> Iterator[Message]:
         for message in self._make_messages(progress.start, closed):

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from streampack.arguments import check_choices
 from streampack.feeds import Feed
 from streampack.items import Item
 
@@ -43,9 +44,7 @@ class Mixture:
                 raise ValueError(
                     f"the weight of {name!r} is {weight!r}: pass a number above 0, or leave the source out"
                 )
-        for name, value, allowed in (("stop", stop, get_args(Stop)), ("by", by, get_args(By))):
-            if value not in allowed:
-                raise ValueError(f"{name}={value!r}: pass one of {', '.join(map(repr, allowed))}")
+        check_choices({"stop": (stop, get_args(Stop)), "by": (by, get_args(By))})
         if len(sources) > 255:
             raise ValueError(f"a Mixture of {len(sources)} sources: at most 255")
         total = sum(weights.values())

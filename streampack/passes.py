@@ -54,7 +54,7 @@ def count_batches(loader: PackedLoader, *, passes: int = 1) -> list[int]:
     for number in range(passes):
         start = Start(first_epoch=number * stream.epochs, rank=rank, world_size=world_size)
         given = stream.rows(start.host(stream, rows_per_message=64), first_epoch=start.first_epoch)
-        batches = sum(one.row is not None for one in given) / loader._batch_rows
+        batches = sum(one.row is not None for one in given) / loader.batch_size
         mine = math.floor(batches) if at_end == "cut" else math.ceil(batches)
         everyone = [mine] if at_end == "own" else gather_objects(mine)
         counts.append(min(everyone) if at_end == "cut" else max(everyone))

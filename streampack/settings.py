@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from streampack.arguments import check_choices, check_numbers
 from streampack.encode import Encoder, Overlong, Policies
 from streampack.items import Transform
 from streampack.mixture import Mix, Mixture
@@ -62,7 +63,7 @@ class Settings:
                 "pad_token_id": (self.pad_token_id, 0),
             }
         )
-        _check_choices(
+        check_choices(
             {
                 "overlong": (self.overlong, get_args(Overlong)),
                 "packing": (self.packing, get_args(Packing)),
@@ -209,18 +210,3 @@ def _pad_token_id(tokenizer: Any) -> int:
 
 def _function_name(function: Callable[..., Any] | None) -> str | None:
     return None if function is None else getattr(function, "__qualname__", type(function).__qualname__)
-
-
-def check_numbers(numbers: Mapping[str, tuple[int | None, int]]) -> None:
-    """Refuse what is no int or too small. Each is name: (value, least); None is an argument that was left out."""
-    for name, (value, least) in numbers.items():
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            raise TypeError(f"{name}={value!r} is {type(value).__name__}, not an int")
-        if value is not None and not least <= value < 1 << 31:
-            raise ValueError(f"{name}={value}: must be at least {least}" + (", below 2**31" if value > least else ""))
-
-
-def _check_choices(choices: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> None:
-    for name, (choice, allowed) in choices.items():
-        if choice not in allowed:
-            raise ValueError(f"{name}={choice!r}: pass one of {', '.join(map(repr, allowed))}")

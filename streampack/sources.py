@@ -17,6 +17,7 @@ A source of your own is one small class; nothing needs to be inherited:
 It may yield `pyarrow.Table`s of consecutive examples instead of single ones: that is faster.
 """
 
+import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
@@ -164,6 +165,14 @@ def as_source(data: Any, *, lanes: int, name: str | None = None) -> Source:
         "dataset, streampack.FunctionSource(shard -> iterator, num_shards=...), or an object with `name`, "
         "`num_shards` and `read(shard, start)`"
     )
+
+
+def in_short(files: list[str]) -> str:
+    """Many file names in the name of a source: the first, the last, and a digest of all."""
+    if len(files) <= 4:
+        return " ".join(files)
+    digest = hashlib.sha256("\n".join(files).encode(errors="surrogateescape")).hexdigest()[:12]
+    return f"{files[0]} .. {files[-1]}, {len(files)} files ({digest})"
 
 
 def locate(source: Source, shard: int, index: int) -> tuple[int | str, int]:

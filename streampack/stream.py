@@ -4,7 +4,9 @@ import bisect
 import itertools
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -66,18 +68,16 @@ class Stream:
 
         closed: says whether the pass was closed, so that a reader which waits for the network gives up.
         """
-        opener = LaneOpener(self, first_epoch, states or {}, closed)
-        try:
+        with closing(LaneOpener(self, first_epoch, states or {}, closed)) as opener:
             for message in host.messages(opener):
                 yield replace(message, reading=opener.read_stats())
-        finally:
-            opener.close()
 
     def rows(
         self, host: Host, *, first_epoch: int = 0, states: Mapping[int, LaneState] | None = None
     ) -> Iterator[Given]:
         """The same in order, where the host has all lanes of a rank."""
-        return in_order(self.messages(host, first_epoch=first_epoch, states=states), num_workers=1)
+        with closing(LaneOpener(self, first_epoch, states or {})) as opener:
+            yield from in_order(host.messages(opener), num_workers=1)
 
     def deal(self, part: Part) -> Deal:
         """Which lane reads what of a source. The sources of a mixture have orders of their own, by their names."""
@@ -86,7 +86,7 @@ class Stream:
             seed = int(np.random.SeedSequence((seed, zlib.crc32(part.name.encode()))).generate_state(1)[0])
         return Deal(num_shards=part.source.num_shards, lanes=self.lanes, seed=seed, shuffle=self.shuffle)
 
-    @property
+    @cached_property
     def first_shards(self) -> list[int]:
         """The number that the first shard of each part has among all."""
         return list(itertools.accumulate((part.source.num_shards for part in self.parts[:-1]), initial=0))

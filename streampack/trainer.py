@@ -240,7 +240,7 @@ class PackedTrainerMixin(_Base):  # type: ignore[misc]
         """Cells of so many batches, for `include_tokens_per_second`; the Trainer itself would begin a pass to see."""
         if not isinstance(train_dl, TrainPasses):
             return int(Trainer.num_tokens(train_dl, max_steps))
-        return train_dl.loader._batch_rows * train_dl.loader.packed.seq_len * (max_steps or 0)
+        return train_dl.loader.batch_size * train_dl.loader.packed.seq_len * (max_steps or 0)
 
     # ---- evaluation ----------------------------------------------------------------------------------------------
 

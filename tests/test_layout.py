@@ -10,7 +10,7 @@ import streampack
 
 FOLDER = Path(streampack.__file__).parent
 CORE = [
-    *("order", "sources", "storage", "lines", "columnar", "files", "huggingface", "mds_cache", "mds"),
+    *("order", "arguments", "sources", "storage", "lines", "columnar", "files", "huggingface", "mds_cache", "mds"),
     *("tables", "dealing", "rows", "token_ids", "encode", "retry", "reading", "blocks"),
     *("packing", "items", "lane_state", "feeds", "mixture", "lanes"),
     *("hosting", "stream", "settings", "state", "progress"),
