@@ -28,23 +28,27 @@ class PackedRow(dict[str, Any]):
     segment; seq_idx int32 [T], the segment of each cell; cu_seqlens int32 [n + 1], strictly increasing from 0 to T;
     max_seqlen int; num_loss_tokens int; examples: a list of (source, shard, index) for each example in the row.
     Where examples are padded to a multiple also segment_tokens int32 [n], the tokens of each segment without that.
+    Where rows have no fixed length (packing="none", "by_length") T is the row's own, and pad_token_id (int) is there.
     """
 
 
-def packed_row(row: Row, *, seq_len: int, pad_token_id: int, examples: list[tuple[Any, ...]]) -> PackedRow:
-    """A row as tensors."""
-    layout = lay_out([row], seq_len=seq_len, pad_token_id=pad_token_id)
+def packed_row(row: Row, *, seq_len: int | None, pad_token_id: int, examples: list[tuple[Any, ...]]) -> PackedRow:
+    """A row as tensors. seq_len=None: it is as long as it is."""
+    width = seq_len or max(1, len(row.ids))
+    layout = lay_out([row], widths=[width], pad_token_id=pad_token_id)
     lengths = np.diff(layout.cu_seqlens[0])
     packed = PackedRow(
-        input_ids=torch.from_numpy(layout.input_ids[0]),
-        labels=torch.from_numpy(layout.labels[0]),
-        position_ids=torch.from_numpy(layout.position_ids[0]),
+        input_ids=torch.from_numpy(layout.input_ids),
+        labels=torch.from_numpy(layout.labels),
+        position_ids=torch.from_numpy(layout.position_ids),
         seq_idx=torch.from_numpy(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)),
         cu_seqlens=torch.from_numpy(layout.cu_seqlens[0]),
         max_seqlen=layout.max_seqlen[0],
         num_loss_tokens=row.num_loss_tokens,
         examples=examples,
     )
+    if seq_len is None:
+        packed["pad_token_id"] = pad_token_id
     tokens = _segment_tokens(row, lengths)
     if not np.array_equal(tokens, lengths):
         packed["segment_tokens"] = torch.from_numpy(tokens.astype(np.int32))
@@ -111,37 +115,54 @@ class Collator:
 
     def __call__(self, rows: Sequence[PackedRow]) -> Batch:
         """A batch of the rows that a PackedDataset yields."""
-        stacked = [torch.stack([row[key] for row in rows]) for key in ("input_ids", "labels", "position_ids")]
+        if self.layout == "rows":
+            width = max(len(row["input_ids"]) for row in rows)
+            rows = [_padded(row, width) for row in rows]
+        joined = [torch.cat([row[key] for row in rows]) for key in ("input_ids", "labels", "position_ids")]
         ends = [row["cu_seqlens"].numpy() for row in rows]
         tokens = [
             row["segment_tokens"].numpy() if "segment_tokens" in row else np.diff(one)
             for row, one in zip(rows, ends, strict=True)
         ]
-        return self._batch(stacked, ends, tokens, max(row["max_seqlen"] for row in rows))
+        return self._batch(joined, ends, tokens, max(row["max_seqlen"] for row in rows))
 
-    def compact(self, rows: Sequence[Row], *, seq_len: int, pad_token_id: int) -> Batch:
-        """A batch of compact rows, laid out together."""
-        layout = lay_out(rows, seq_len=seq_len, pad_token_id=pad_token_id)
+    def compact(self, rows: Sequence[Row], *, seq_len: int | None, pad_token_id: int) -> Batch:
+        """A batch of compact rows, laid out together. seq_len=None: rows have no fixed length."""
+        if seq_len is None and self.fixed_segments is not None:
+            raise ValueError(
+                f"fixed_segments={self.fixed_segments} is for fixed shapes, but rows that are not packed have no fixed "
+                "length; leave it out, or pack"
+            )
+        layout = lay_out(rows, widths=self.widths(rows, seq_len=seq_len), pad_token_id=pad_token_id)
         arrays = [torch.from_numpy(array) for array in (layout.input_ids, layout.labels, layout.position_ids)]
         tokens = []
         if self.cu_seqlens_padded:
             tokens = [_segment_tokens(row, np.diff(ends)) for row, ends in zip(rows, layout.cu_seqlens, strict=True)]
         return self._batch(arrays, layout.cu_seqlens, tokens, max(layout.max_seqlen))
 
+    def widths(self, rows: Sequence[Row], *, seq_len: int | None) -> list[int]:
+        """Cells of each row in a batch: seq_len, or without that its own ("flat") or those of the longest ("rows")."""
+        widths = [seq_len or max(1, len(row.ids)) for row in rows]
+        return [max(widths)] * len(rows) if self.layout == "rows" else widths
+
     def _batch(self, tensors: list[torch.Tensor], ends: Sequence[Any], tokens: Sequence[Any], max_seqlen: int) -> Batch:
-        """`ends` are the cu_seqlens of each row, `tokens` the tokens of each of its segments."""
+        """Of tensors that hold the rows one after the other; `ends` are the cu_seqlens of each row, `tokens` the tokens
+        of each of its segments."""
         input_ids, labels, position_ids = tensors
         batch: Batch = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
         if self.loss_weights is not None:
             batch["loss_weights"] = weights_of(labels, ends, self.loss_weights)
         if self.seq_idx:
             batch["seq_idx"] = _segment_numbers(ends, through=self.layout == "flat")
-        if self.shift_labels:  # the first label of each row is -100 anyway, so none is lost
+        if (
+            self.shift_labels
+        ):  # the first label of each row is -100 anyway, so none is lost and none gets to its neighbour
             batch["shift_labels"] = shift(labels, IGNORE)
             if self.loss_weights is not None:
                 batch["shift_loss_weights"] = shift(batch["loss_weights"], 0)
+        shape = (1, -1) if self.layout == "flat" else (len(ends), -1)
+        batch = {key: tensor.reshape(shape) for key, tensor in batch.items()}
         if self.layout == "flat":
-            batch = {key: tensor.reshape(1, -1) for key, tensor in batch.items()}
             batch.update(self._lengths(ends, tokens, max_seqlen))
         batch["use_cache"] = False
         return batch
@@ -175,12 +196,31 @@ class Collator:
 
 
 def _segment_numbers(ends: Sequence[Any], *, through: bool) -> torch.Tensor:
-    """int32 [B, T]: the segment of each cell, from 0 in each row, or counted through all rows."""
+    """int32, of rows one after the other: the segment of each cell, from 0 in each row, or counted through all rows."""
     rows, first = [], 0
     for one in ends:
         rows.append(np.repeat(np.arange(first, first + len(one) - 1, dtype=np.int32), np.diff(one)))
         first += (len(one) - 1) if through else 0
-    return torch.from_numpy(np.stack(rows))
+    return torch.from_numpy(np.concatenate(rows))
+
+
+def _padded(row: PackedRow, width: int) -> PackedRow:
+    """The row with a padding tail up to `width` cells, one segment of its own."""
+    cells = len(row["input_ids"])
+    if cells == width:
+        return row
+    if "pad_token_id" not in row:
+        raise ValueError(
+            f"a row has {cells} cells and another {width}: rows of one PackedDataset have the same seq_len"
+        )
+    tail = width - cells
+    filled = {"input_ids": row["pad_token_id"], "labels": IGNORE}
+    padded = {key: torch.nn.functional.pad(row[key], (0, tail), value=value) for key, value in filled.items()}
+    padded["position_ids"] = torch.cat([row["position_ids"], torch.arange(tail)])
+    padded["cu_seqlens"] = torch.nn.functional.pad(row["cu_seqlens"], (0, 1), value=width)
+    if "segment_tokens" in row:
+        padded["segment_tokens"] = torch.nn.functional.pad(row["segment_tokens"], (0, 1), value=tail)
+    return PackedRow({**row, **padded, "max_seqlen": max(row["max_seqlen"], tail)})
 
 
 def _check_segments(fixed_segments: Any) -> None:

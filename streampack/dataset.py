@@ -24,7 +24,7 @@ from streampack.state import StateError, accept
 
 class PackedDataset(IterableDataset[PackedRow]):
     """Rows of exactly `seq_len` tokens, packed from streamed examples: the same rows in the same order for any number
-    of ranks and workers.
+    of ranks and workers. (With packing="none" and "by_length" a row is one example, as long as it is.)
 
     Each pass (`iter`) is one run over `epochs` epochs; the next pass takes the epochs after it. Use it in a
     `PackedLoader`, or in a plain DataLoader (`collate_fn=streampack.Collator(...)`).
@@ -34,7 +34,7 @@ class PackedDataset(IterableDataset[PackedRow]):
             with `name`, `num_shards` and `read(shard, start)`, or a `Mixture` of such.
         tokenizer: a Transformers tokenizer for examples with text; None for examples that have `input_ids` (and, if
             not every token is a target, `labels`, `completion_mask`, `assistant_masks` or `loss_mask`).
-        seq_len: tokens in a row.
+        seq_len: tokens in a row; without packing the most of an example.
         text_column: the column of text; of a Mixture also {source: column}.
         lanes: a multiple of every number of ranks you may ever use; part of the stream's identity. Few for a small
             set: each lane ends with a part-filled row.
@@ -47,7 +47,11 @@ class PackedDataset(IterableDataset[PackedRow]):
             tokens), "drop" or "error". "auto": split where every token is a target, else error.
         packing: "auto" (exact fill, oldest first; best-fit-decreasing where examples are long), "oldest_first",
             "best_fit", "next_fit" (keeps the order of the stream), "wrapped" (concatenate and cut: examples are
-            cut at row ends, and still isolated from each other).
+            cut at row ends, and still isolated from each other). Two ways do without packing, and so without rows of
+            fixed length: "none" (each row is one example, as long as it is, in the order of the stream) and "by_length"
+            (the same, the longest of each buffer first). The loader pads their rows to the longest of the batch
+            (layout="rows") or puts them one after the other without any padding (layout="flat"), so that a batch is
+            `batch_size` examples.
         append_eos: "auto": end each text with eos_token_id unless it does already; True: the same, and an error if
             the tokenizer has none; False: as the tokenizer makes it.
         empty, no_target, bad: examples without tokens, without targets, or that cannot be used (malformed, null, no
@@ -136,6 +140,8 @@ class PackedDataset(IterableDataset[PackedRow]):
         self.seq_len = seq_len
         self.stream = settings.stream(source, tokenizer)
         self.pad_token_id = self.stream.packer.pad_token_id
+        self.row_len = self.stream.packer.row_len
+        """Tokens of every row, seq_len; None where each row is as long as its example."""
         self._rank = None if rank is None or world_size is None else (rank, world_size)
         self._rank_of_parent: tuple[int, int] | None = None
         self.passes = PassCounter()
@@ -172,7 +178,7 @@ class PackedDataset(IterableDataset[PackedRow]):
 
     def as_dict(self, row: Row) -> PackedRow:
         """A compact row as tensors."""
-        return packed_row(row, seq_len=self.seq_len, pad_token_id=self.pad_token_id, examples=self.examples_of(row))
+        return packed_row(row, seq_len=self.row_len, pad_token_id=self.pad_token_id, examples=self.examples_of(row))
 
     def examples_of(self, row: Row) -> list[tuple[str, int | str, int]]:
         """(source, shard, index) of each example in a row."""

@@ -14,7 +14,7 @@ from streampack.feeds import Feed
 from streampack.items import Bad, Item, ItemReader
 from streampack.lane_state import BAD, COUNTS, FeedState, LaneState
 from streampack.mixture import Mix
-from streampack.packing import Packer, best_fit, first_row, resolve
+from streampack.packing import Packer, best_fit, by_length, first_row, resolve
 from streampack.rows import Row
 
 MIN_ROWS, MAX_ROWS = 4, 64
@@ -168,6 +168,8 @@ class Lane:
             arrived = self._arrived
             ages = [arrived - self._items[place].age for place in places]
             rows = best_fit(cells, ages, seq_len=packer.seq_len, max_examples=packer.max_examples)
+        elif packing == "by_length":
+            rows = by_length(cells)
         else:
             rows = [first_row(packing, cells, seq_len=packer.seq_len, must=1, max_examples=packer.max_examples)]
         return rows if len(cells) == len(self._cells) else [[places[place] for place in row] for row in rows]
@@ -258,8 +260,11 @@ class Lane:
     def _fill(self) -> None:
         """Let items enter until the buffer is full, or must not take more before the epoch is finished."""
         size, row, mix = self.packer.buffer_size, self.packer.seq_len, self.mix
+        least, most = MIN_ROWS * row, MAX_ROWS * row
+        if self.packer.row_len is None:
+            least, most = 0, size * row  # by the number of examples alone, so that lanes keep in step
         items, cells, tokens = self._items, self._cells, self._tokens
-        while tokens < MAX_ROWS * row and (len(items) < size or tokens < MIN_ROWS * row):
+        while tokens < most and (len(items) < size or tokens < least):
             feed = self._next_feed()
             if feed is None:
                 break

@@ -106,8 +106,7 @@ class PackedLoader(DataLoader[Any]):
             timeout=timeout,
             worker_init_fn=worker_init_fn,
         )
-        # torch must not batch what workers send, but to everyone else this is the batch size. (Its guard against
-        # changing it later goes through __setattr__.)
+        # torch must not batch what workers send, but to everyone else this is the batch size (past torch's guard).
         self.__dict__.update(batch_size=batch_size)
         self.at_end = at_end
         self.saved_by_callback = False  # see lightning.py
@@ -144,7 +143,7 @@ class PackedLoader(DataLoader[Any]):
                 for one in given:
                     progress.take(one)
                 if rows:
-                    progress.end_batch()
+                    progress.end_batch(cells=sum(self._collator.widths(rows, seq_len=self.packed.row_len)))
                     self._last = rows
                     yield batch
                     self._check_current(progress)
@@ -198,7 +197,7 @@ class PackedLoader(DataLoader[Any]):
         if self._collate_rows is not None:
             batch = self._collate_rows([dataset.as_dict(row) for row in rows])
         else:
-            batch = self._collator.compact(rows, seq_len=dataset.seq_len, pad_token_id=dataset.pad_token_id)
+            batch = self._collator.compact(rows, seq_len=dataset.row_len, pad_token_id=dataset.pad_token_id)
             if not any(row.num_loss_tokens for row in rows):
                 batch["num_items_in_batch"] = 1  # the mean over no targets would be NaN, their sum over 1 is 0
         return _pinned(batch) if self._pin else batch
@@ -314,14 +313,15 @@ class PackedLoader(DataLoader[Any]):
     def stats(self) -> dict[str, float]:
         """Statistics of this rank up to the last batch, plain numbers to log; they travel with the state.
 
-        rows, segments, tokens, loss_tokens: made so far; examples, split: taken from the source, and cut into
-        fragments; truncated_tokens; empty, no_target, bad, overlong, transform: examples left out, by reason, and
-        bad_malformed, bad_null ...: the bad ones, see `bad_examples`;
-        no_target_tokens: in rows left out since they held no target; filler_rows: rows of padding given at the end of
-        this pass; cut_rows, cut_tokens: what at_end="cut" left in it; retries, retry_seconds: of reading in this pass,
-        and the seconds spent waiting for them; longest_read_seconds, longest_read_shard: the longest wait for a source,
-        and the number of the shard (-1: none); padding_tokens; fill: tokens / cells; epoch:
-        epochs given, with the share of the present one; lane_rows_min, lane_rows_max: how even the lanes are.
+        rows, segments, tokens, loss_tokens: made so far; cells: of these rows, padding_tokens: those without a token,
+        fill: the share of the others (where rows have no fixed length, the three are of the batches of this pass since
+        it began or resumed); examples, split: taken from the source (also those that still wait for a row), and cut
+        into fragments; truncated_tokens; empty, no_target, bad, overlong, transform: examples left out, by reason, and
+        bad_malformed, bad_null ...: the bad ones, see `bad_examples`; no_target_tokens: in rows left out since they
+        held no target; filler_rows: rows of padding given at the end of this pass; cut_rows, cut_tokens: what
+        at_end="cut" left in it; retries, retry_seconds: of reading in this pass, and the seconds spent waiting for
+        them; longest_read_seconds, longest_read_shard: the longest wait for a source, and its shard (-1: none); epoch:
+        epochs given in rows, with the share of the present one; lane_rows_min, lane_rows_max: how even the lanes are.
         """
         return self._current().stats()
 

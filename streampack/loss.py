@@ -37,17 +37,16 @@ def check_weighting(loss_weights: Any) -> None:
 def weights_of(
     labels: torch.Tensor, cu_seqlens: Sequence[npt.NDArray[np.int32]], weighting: LossWeighting
 ) -> torch.Tensor:
-    """Loss weights float32 [B, T] of labels [B, T] (not shifted), 0 where there is no target.
+    """Loss weights float32 [C] of the labels [C] of rows one after the other (not shifted), 0 where there is no target.
 
     Each of the n targets of a segment gets 1 ("token"), 1 / n ("example") or 1 / sqrt(n) ("sqrt"). A fragment of a
     split example is a segment of its own: a row does not know what other rows hold of the example.
     """
     targets = labels.numpy() != IGNORE
-    weights = np.zeros(targets.shape, dtype=np.float32)
-    for row, ends in enumerate(cu_seqlens):
-        counts = np.add.reduceat(targets[row], ends[:-1], dtype=np.int64)
-        each = np.maximum(counts, 1) ** -POWERS[weighting]
-        weights[row] = np.repeat(each, np.diff(ends)) * targets[row]
+    cells = np.concatenate([np.diff(ends) for ends in cu_seqlens])
+    counts = np.add.reduceat(targets, np.cumsum(cells) - cells, dtype=np.int64)
+    each = (np.maximum(counts, 1) ** -POWERS[weighting]).astype(np.float32)
+    weights = np.repeat(each, cells) * targets
     return torch.from_numpy(weights)
 
 

@@ -118,6 +118,10 @@ def write_packed_mds(
         raise ValueError(
             "this PackedDataset has epochs=None, which never ends; pass epochs=1, or itertools.islice(dataset, count)"
         )
+    if isinstance(rows, PackedDataset) and rows.row_len is None:
+        raise ValueError(
+            f"packing={rows.stream.packer.packing!r} makes no packed rows; write single examples with write_mds"
+        )
     ids_type, limit = _id_type(vocab_size, dtype)
     samples = (_packed_sample(row, number, ids_type, limit) for number, row in enumerate(rows))
     first = next(samples, None)

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Packing = Literal["auto", "oldest_first", "best_fit", "next_fit", "wrapped"]
+Packing = Literal["auto", "oldest_first", "best_fit", "next_fit", "wrapped", "none", "by_length"]
+UNPACKED = ("none", "by_length")
+"""Each row is one example, as long as it is: rows have no fixed length."""
 
 OVER_AGE = 4
 """best_fit: a row whose oldest example is older than this many buffers is emitted with the next plan."""
@@ -30,6 +32,14 @@ class Packer:
     max_bad_share: float = 1.0
     """Of the examples taken, at most so many may be bad, else it is an error."""
 
+    def __post_init__(self) -> None:
+        assert self.packing not in UNPACKED or self.max_examples == 1
+
+    @property
+    def row_len(self) -> int | None:
+        """Cells of every row; None: each row is as long as its example."""
+        return None if self.packing in UNPACKED else self.seq_len
+
 
 def resolve(packing: Packing, *, tokens: int, count: int, seq_len: int) -> Packing:
     """The rule for a buffer of `count` examples with `tokens` tokens: `auto` is `oldest_first` where their mean length
@@ -43,6 +53,8 @@ def first_row(
     packing: Packing, lengths: Sequence[int], *, seq_len: int, must: int, max_examples: int | None
 ) -> list[int]:
     """One row that holds the `must` oldest examples (which fit), filled up by the rule of `packing`."""
+    if packing in UNPACKED:
+        return [0]
     if packing == "next_fit":
         return next_fit(lengths, seq_len=seq_len, max_examples=max_examples)
     if packing == "wrapped":
@@ -130,6 +142,12 @@ def _best_fit_decreasing(lengths: Sequence[int], *, seq_len: int, max_examples: 
         if room > lengths[place] and (max_examples is None or len(rows[row]) < max_examples):
             insort(rooms, (room - lengths[place], row))
     return [sorted(row) for row in rows]
+
+
+def by_length(lengths: Sequence[int]) -> list[list[int]]:
+    """All that waits, each example in a row of its own, the longest first. Lanes do so in step, so the rows of a batch,
+    which come from different lanes, are of about the same length."""
+    return [[place] for place in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place))]
 
 
 def next_fit(lengths: Sequence[int], *, seq_len: int, max_examples: int | None = None) -> list[int]:

@@ -66,8 +66,7 @@ def totals(loader: PackedLoader) -> dict[str, float]:
     num_loss_tokens (targets), fill (tokens / cells). All ranks must call it; of those that read the same rows, one
     counts."""
     stats = loader.stats
-    mine = [stats[key] for key in ("tokens", "loss_tokens", "rows")]
+    mine = [stats[key] for key in ("tokens", "loss_tokens", "cells", "padding_tokens")]
     by_rank = dict(gather_objects((loader.packed.resolve_rank()[0], mine)))
-    tokens, loss_tokens, rows = map(sum, zip(*by_rank.values(), strict=True))
-    cells = rows * loader.packed.seq_len
-    return {"num_tokens": tokens, "num_loss_tokens": loss_tokens, "fill": tokens / cells if cells else 0.0}
+    tokens, loss_tokens, cells, padding = map(sum, zip(*by_rank.values(), strict=True))
+    return {"num_tokens": tokens, "num_loss_tokens": loss_tokens, "fill": 1 - padding / cells if cells else 0.0}

@@ -100,6 +100,7 @@ class Progress:
         self.reading: dict[int, ReadStats] = {}
         """What reading has cost in each worker."""
         self.filler_rows = self.cut_rows = self.cut_tokens = 0
+        self._batch_cells = self._batch_tokens = 0
         self.ended = False
         """The pass is over: the next one begins with the next epoch."""
         self._changed: dict[int, LaneState | None] = {}
@@ -115,6 +116,7 @@ class Progress:
         self.last = given
         self.bad.extend(given.bad)
         if given.row is not None:
+            self._batch_tokens += int(given.row.origin[:, 4].sum())
             self.row = self.host.row_after(given)
             self.rows += self.start.world_size
 
@@ -127,8 +129,9 @@ class Progress:
                 self.cut_rows += 1
                 self.cut_tokens += int(one.row.origin[:, 4].sum())
 
-    def end_batch(self) -> None:
-        """The rows taken since the last call were one batch."""
+    def end_batch(self, *, cells: int) -> None:
+        """The rows taken since the last call were one batch of so many cells."""
+        self._batch_cells += cells
         self.batches += 1
         self._history.append((*self._before, self._changed))
         self._before = self.row, self.rows
@@ -212,7 +215,10 @@ class Progress:
     def stats(self) -> dict[str, float]:
         """Plain numbers to log, of this rank. See `PackedLoader.stats`."""
         counts = self.counts()
-        cells = counts["rows"] * self.stream.packer.seq_len
+        row_len = self.stream.packer.row_len
+        cells, tokens = self._batch_cells, self._batch_tokens
+        if row_len is not None:
+            cells, tokens = counts["rows"] * row_len, counts["tokens"]
         mine = [state for lane, state in self.lanes.items() if self._hosts(lane)]
         lane_rows = [state.counts[0] for state in mine]
         return {
@@ -222,8 +228,9 @@ class Progress:
             "cut_rows": self.cut_rows,
             "cut_tokens": self.cut_tokens,
             **self._read_stats(),
-            "padding_tokens": cells - counts["tokens"],
-            "fill": counts["tokens"] / cells if cells else 0.0,
+            "cells": cells,
+            "padding_tokens": cells - tokens,
+            "fill": tokens / cells if cells else 0.0,
             "epoch": sum(map(self._epoch_of, mine)) / len(mine) if mine else float(self.start.first_epoch),
             "lane_rows_min": min(lane_rows, default=0),
             "lane_rows_max": max(lane_rows, default=0),

@@ -1,4 +1,5 @@
-"""Rows: `seq_len` cells that hold whole segments, each an example (or a fragment of one), and a padding tail.
+"""Rows: `seq_len` cells that hold whole segments, each an example (or a fragment of one), and a padding tail. Where
+examples are not packed, a row is one example, as long as it is.
 
 In memory and between processes a row is compact: ids in int32, segment lengths, targets only where they are not simply
 all tokens. `lay_out` makes the full arrays of a whole batch at once. With seq_len 6 and the examples [7, 8, 9] and
@@ -42,43 +43,45 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The arrays of B rows of T cells. Padding is one last segment of its row. See DESIGN in the README, 'A row'."""
+    """The arrays of B rows, one after the other: C cells in all. Padding is one last segment of its row. See DESIGN in
+    the README, 'A row'."""
 
     input_ids: npt.NDArray[np.int64]
-    """int64 [B, T]; padding cells hold pad_token_id."""
+    """int64 [C]; padding cells hold pad_token_id."""
     labels: npt.NDArray[np.int64]
-    """int64 [B, T]: input_ids, or -100 where not a target, at the first cell of each segment and in padding. Not
+    """int64 [C]: input_ids, or -100 where not a target, at the first cell of each segment and in padding. Not
     shifted: labels[i] is the id at i, which the model predicts from i - 1 (as in Transformers)."""
     position_ids: npt.NDArray[np.int64]
-    """int64 [B, T]: 0, 1, 2 ... in each segment."""
+    """int64 [C]: 0, 1, 2 ... in each segment."""
     cu_seqlens: list[npt.NDArray[np.int32]]
-    """For each row int32 [n + 1], from 0 to T: segment i is cells cu_seqlens[i] : cu_seqlens[i + 1]."""
+    """For each row int32 [n + 1], from 0 to its width: segment i is cells cu_seqlens[i] : cu_seqlens[i + 1]."""
     max_seqlen: list[int]
     """For each row the cells of its longest segment."""
 
 
-def lay_out(rows: Sequence[Row], *, seq_len: int, pad_token_id: int) -> Layout:
-    """Lay out rows as the arrays that models take. `rows` must not be empty; a row without segments is all padding."""
-    shape = len(rows), seq_len
-    input_ids, labels, position_ids = (np.empty(shape, dtype=np.int64) for _ in range(3))
+def lay_out(rows: Sequence[Row], *, widths: Sequence[int], pad_token_id: int) -> Layout:
+    """Lay out rows as the arrays that models take, the cells of each row given by `widths`. `rows` must not be empty; a
+    row without segments is all padding."""
+    ends = list(itertools.accumulate(widths, initial=0))
+    input_ids, labels, position_ids = (np.empty(ends[-1], dtype=np.int64) for _ in range(3))
     cu_seqlens, max_seqlen = [], []
-    count_up = np.arange(seq_len)
-    for place, row in enumerate(rows):
+    count_up = np.arange(max(widths))
+    for row, start, width in zip(rows, ends, widths, strict=False):
         cells, lengths = len(row.ids), row.lengths.tolist()
-        input_ids[place, :cells] = row.ids
-        if cells < seq_len:
-            input_ids[place, cells:] = pad_token_id
-            lengths.append(seq_len - cells)
-        own_labels, positions = labels[place], position_ids[place]
-        own_labels[:] = input_ids[place]
+        own_ids, own_labels, positions = (array[start : start + width] for array in (input_ids, labels, position_ids))
+        own_ids[:cells] = row.ids
+        if cells < width:
+            own_ids[cells:] = pad_token_id
+            lengths.append(width - cells)
+        own_labels[:] = own_ids
         own_labels[cells:] = IGNORE
         if row.targets is not None:
             own_labels[:cells][~row.targets] = IGNORE
-        ends = [0, *itertools.accumulate(lengths)]
-        for start, length in zip(ends, lengths, strict=False):  # faster than to repeat the starts for all cells
-            positions[start : start + length] = count_up[:length]
-        own_labels[ends[:-1]] = IGNORE  # the first cell of a segment has nothing of its own to be predicted from
-        cu_seqlens.append(np.array(ends, dtype=np.int32))
+        places = [0, *itertools.accumulate(lengths)]
+        for place, length in zip(places, lengths, strict=False):  # faster than to repeat the starts for all cells
+            positions[place : place + length] = count_up[:length]
+        own_labels[places[:-1]] = IGNORE  # the first cell of a segment has nothing of its own to be predicted from
+        cu_seqlens.append(np.array(places, dtype=np.int32))
         max_seqlen.append(max(lengths))
     return Layout(
         input_ids=input_ids,

@@ -8,7 +8,7 @@ from streampack.arguments import check_choices, check_numbers
 from streampack.encode import Encoder, Overlong, Policies
 from streampack.items import Transform
 from streampack.mixture import Mix, Mixture
-from streampack.packing import Packer, Packing
+from streampack.packing import UNPACKED, Packer, Packing
 from streampack.retry import Retry
 from streampack.sources import as_source
 from streampack.stream import Part, Stream
@@ -82,6 +82,11 @@ class Settings:
             raise ValueError(f"seq_len={seq_len} is not a multiple of pad_to_multiple_of={multiple}")
         if multiple > 1 and self.packing == "wrapped":
             raise ValueError("packing='wrapped' cuts examples anywhere, so pad_to_multiple_of cannot hold; use another")
+        if self.max_examples_per_row is not None and self.packing in UNPACKED:
+            raise ValueError(
+                f"max_examples_per_row={self.max_examples_per_row} with packing={self.packing!r}, where each row is "
+                "one example; leave it out"
+            )
         if self.max_example_len is not None and self.max_example_len > seq_len and self.packing != "wrapped":
             raise ValueError(f"max_example_len={self.max_example_len} does not fit into seq_len={seq_len}")
 
@@ -175,7 +180,7 @@ class Settings:
             seq_len=self.seq_len,
             buffer_size=self.buffer_size,
             packing=self.packing,
-            max_examples=self.max_examples_per_row,
+            max_examples=1 if self.packing in UNPACKED else self.max_examples_per_row,
             pad_to_multiple_of=self.pad_to_multiple_of or 1,
             pad_token_id=_pad_token_id(tokenizer) if self.pad_token_id is None else self.pad_token_id,
             keep_no_target=self.no_target == "keep",

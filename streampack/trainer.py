@@ -240,7 +240,13 @@ class PackedTrainerMixin(_Base):  # type: ignore[misc]
         """Cells of so many batches, for `include_tokens_per_second`; the Trainer itself would begin a pass to see."""
         if not isinstance(train_dl, TrainPasses):
             return int(Trainer.num_tokens(train_dl, max_steps))
-        return train_dl.loader.batch_size * train_dl.loader.packed.seq_len * (max_steps or 0)
+        row_len = train_dl.loader.packed.row_len
+        if row_len is None:
+            raise ValueError(
+                "without packing rows have no fixed length, so how many tokens a run takes is not known before; leave "
+                "include_tokens_per_second out (include_num_input_tokens_seen counts them)"
+            )
+        return train_dl.loader.batch_size * row_len * (max_steps or 0)
 
     # ---- evaluation ----------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from streampack.encode import Encoder, Policies
 from streampack.files import Files
 from streampack.hosting import Given, Message, in_order
 from streampack.mixture import Mix, Mixture
-from streampack.packing import Packer
+from streampack.packing import UNPACKED, Packer
 from streampack.progress import Progress, Start
 from streampack.sources import Source, as_source
 from streampack.state import merge_states
@@ -75,6 +75,8 @@ def make_stream(source: Any, *, epochs: int | None = 1, **changes: Any) -> Strea
     packing = changes.pop("packing", "auto")
     packer = {"seq_len": SEQ_LEN, "buffer_size": 8, "packing": packing}
     packer.update({key: changes.pop(key) for key in PACKER if key in changes})
+    if packing in UNPACKED:
+        packer["max_examples"] = 1
     policies = changes.pop("policies", Policies())
 
     def part(data: Any, name: str | None = None) -> Part:

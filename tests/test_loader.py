@@ -439,6 +439,7 @@ def test_the_loader_tells_about_its_last_batch_and_the_pass() -> None:
         "retry_seconds": 0.0,
         "longest_read_seconds": loader.stats["longest_read_seconds"],
         "longest_read_shard": 0,
+        "cells": 6,
         "padding_tokens": 1,
         "fill": 5 / 6,
         "epoch": 2 / 3,

@@ -150,6 +150,8 @@ def test_settings_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         write_mds([], str(tmp_path))
     with pytest.raises(ValueError, match="there are no rows to write"):
         write_packed_mds([], str(tmp_path))
+    with pytest.raises(ValueError, match="packing='none' makes no packed rows; write single examples with write_mds"):
+        write_packed_mds(PackedDataset([row], seq_len=4, lanes=1, packing="none"), str(tmp_path))
     assert list(tmp_path.iterdir()) == []
     write_mds([row], str(tmp_path))
     with pytest.raises(FileExistsError, match="not empty"):

@@ -78,7 +78,7 @@ def test_a_mixture_is_the_same_rows_on_every_topology(stop: str, shuffle: bool) 
             assert sorted(fingerprints(rows)) == sorted(fingerprints(alone))
 
 
-@pytest.mark.parametrize("packing", ["auto", "best_fit", "next_fit", "wrapped"])
+@pytest.mark.parametrize("packing", ["auto", "best_fit", "next_fit", "wrapped", "by_length"])
 def test_each_once_gives_every_example_of_every_source_once_per_epoch(packing: Any) -> None:
     stream = mixed("each_once", packing=packing, epochs=2)
     for topology in TOPOLOGIES:
@@ -127,7 +127,7 @@ def _examples_of_lane(stream: Stream, place: int) -> list[int]:
 # ---- resume ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("packing", ["auto", "best_fit", "next_fit", "wrapped"])
+@pytest.mark.parametrize("packing", ["auto", "best_fit", "next_fit", "wrapped", "by_length"])
 @pytest.mark.parametrize("stop", STOPS)
 def test_a_mixture_goes_on_after_every_row(stop: str, packing: Any) -> None:
     data = sources(web=60, code=30, chat=24)
@@ -147,7 +147,7 @@ def test_a_mixture_goes_on_after_every_row(stop: str, packing: Any) -> None:
 @given(
     stop=st.sampled_from(STOPS),
     by=st.sampled_from(["tokens", "examples"]),
-    packing=st.sampled_from(["auto", "best_fit", "next_fit", "wrapped"]),
+    packing=st.sampled_from(["auto", "best_fit", "next_fit", "wrapped", "by_length"]),
     cuts=st.lists(st.tuples(st.sampled_from(TOPOLOGIES[:4]), st.integers(0, 9)), max_size=4),
     sizes=st.tuples(*[st.integers(22, 60)] * 3),
     seed=st.integers(0, 5),

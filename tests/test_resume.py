@@ -38,7 +38,7 @@ def run_to_the_end(stream: Any, state: Any, world_size: int = 1, num_workers: in
     return fingerprints(Ranks(stream, world_size, num_workers, state).take(10**6))
 
 
-@pytest.mark.parametrize("packing", ["auto", "best_fit", "next_fit", "wrapped"])
+@pytest.mark.parametrize("packing", ["auto", "best_fit", "next_fit", "wrapped", "none", "by_length"])
 @pytest.mark.parametrize("longest", [30, 150], ids=["short", "over-long"])
 def test_a_small_set_resumes_after_every_row_to_the_very_end(packing: Any, longest: int) -> None:
     stream = make_stream(examples(60, longest=longest), epochs=2, lanes=4, packing=packing)
@@ -52,7 +52,7 @@ def test_a_small_set_resumes_after_every_row_to_the_very_end(packing: Any, longe
         assert run_to_the_end(stream, state) == fingerprints(rows)[done:], f"after row {done}"
 
 
-@pytest.mark.parametrize("packing", ["auto", "best_fit", "next_fit", "wrapped"])
+@pytest.mark.parametrize("packing", ["auto", "best_fit", "next_fit", "wrapped", "none", "by_length"])
 @pytest.mark.parametrize("shuffle", [True, False], ids=["shuffled", "in-order"])
 @pytest.mark.parametrize("shards", [1, 3, 17, 40])
 def test_chains_of_random_cuts_and_topologies_give_the_uninterrupted_endless_rows(
@@ -74,7 +74,7 @@ def test_chains_of_random_cuts_and_topologies_give_the_uninterrupted_endless_row
         assert rows[:count] == expected
 
 
-@pytest.mark.parametrize("packing", ["auto", "wrapped"])
+@pytest.mark.parametrize("packing", ["auto", "wrapped", "none", "by_length"])
 def test_chains_over_three_epochs_to_the_end_give_every_token_once_per_epoch(packing: Any) -> None:
     source = Shards([examples(90, seed=1), examples(40, seed=2, longest=150), examples(7, seed=3), [], examples(63)])
     stream = make_stream(source, epochs=3, lanes=8, packing=packing)
@@ -263,7 +263,9 @@ def test_resume_at_any_row_equals_the_tail(data: st.DataObject) -> None:
         lanes=data.draw(st.sampled_from([1, 2, 4, 6])),
         shuffle=data.draw(st.booleans()),
         shuffle_block=data.draw(st.integers(1, 12)),
-        packing=data.draw(st.sampled_from(["auto", "oldest_first", "best_fit", "next_fit", "wrapped"])),
+        packing=data.draw(
+            st.sampled_from(["auto", "oldest_first", "best_fit", "next_fit", "wrapped", "none", "by_length"])
+        ),
         max_examples=data.draw(st.sampled_from([None, 1, 3])),
     )
     run = Ranks(stream, 1, 0)

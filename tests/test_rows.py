@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -19,7 +21,10 @@ def row_of(*segments, targets=None):
 
 
 def lay(*rows, seq_len, pad_token_id=PAD):
-    return lay_out(rows, seq_len=seq_len, pad_token_id=pad_token_id)
+    """Rows laid out, their arrays as [rows, seq_len]."""
+    layout = lay_out(rows, widths=[seq_len] * len(rows), pad_token_id=pad_token_id)
+    keys = "input_ids", "labels", "position_ids"
+    return replace(layout, **{key: getattr(layout, key).reshape(len(rows), seq_len) for key in keys})
 
 
 def plain(layout):

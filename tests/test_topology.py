@@ -142,7 +142,7 @@ def test_an_endless_stream_of_a_thousand_examples_gives_each_once_per_epoch_and_
         assert len(set(places)) == len(places)
 
 
-@pytest.mark.parametrize("packing", ["oldest_first", "best_fit", "next_fit", "wrapped"])
+@pytest.mark.parametrize("packing", ["oldest_first", "best_fit", "next_fit", "wrapped", "none", "by_length"])
 def test_every_packing_gives_the_same_rows_on_every_topology(packing: Any) -> None:
     stream = make_stream(examples(500, longest=200), epochs=2, packing=packing)
     alone = Ranks(stream, 1, 0).take(10**6)

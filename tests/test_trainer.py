@@ -256,6 +256,21 @@ def test_logs_have_the_tokens_trained_on_also_across_a_resume(tmp_path: Path) ->
         assert [tuple(entry[key] for key in keys) for entry in history if "loss" in entry] == expected
 
 
+@pytest.mark.parametrize("packing", ["none", "by_length"])
+def test_examples_that_are_not_packed_are_trained_on_too_and_go_on_exactly(tmp_path: Path, packing: Any) -> None:
+    def losses(of: Trainer) -> list[float]:
+        return [entry["loss"] for entry in of.state.log_history if "loss" in entry]
+
+    args = arguments(tmp_path, save_strategy="steps", save_steps=3)
+    whole, again = (PackedTrainer(tiny_model(), args, train_dataset=packed(packing=packing)) for _ in range(2))
+    whole.train()
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert len(losses(whole)) == 8
+    assert losses(again) == losses(whole)
+    with pytest.raises(ValueError, match="without packing rows have no fixed length"):
+        whole.num_tokens(whole.get_train_dataloader(), 3)  # for include_tokens_per_second of transformers 4
+
+
 def mean_loss(model: Any, dataset: PackedDataset) -> float:
     loss, targets = 0.0, 0
     model.eval()
