@@ -1,6 +1,6 @@
 """Blocks: consecutive examples of a lane, as Arrow tables or Python dicts, with one way to get at their columns."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -181,10 +181,16 @@ def sizes(chunk: Chunk) -> IntArray:
         return np.array([size_of(row) for row in chunk], dtype=np.int64)
     for column in chunk.columns:
         if _is_list(column.type):
-            total += 8 * pc.fill_null(pc.list_value_length(column), 0).to_numpy()
+            total += 8 * _lengths(column, pc.list_value_length)
         elif any(is_type(column.type) for is_type in _TEXTS):
-            total += pc.fill_null(pc.binary_length(column), 0).to_numpy()
+            total += _lengths(column, pc.binary_length)
     return total
+
+
+def _lengths(column: pa.ChunkedArray, length: Callable[[pa.ChunkedArray], pa.ChunkedArray]) -> npt.NDArray[Any]:
+    """The length of each value, 0 of null."""
+    lengths = length(column)
+    return (pc.fill_null(lengths, 0) if column.null_count else lengths).to_numpy()  # type: ignore[no-any-return]
 
 
 def _as_array(value: Any) -> Any:
@@ -223,9 +229,8 @@ def _is_text(value: Any) -> bool:
 
 def _flatten(column: pa.ChunkedArray) -> tuple[npt.NDArray[Any], list[int], list[bool]]:
     """(values, offsets [n + 1], not null [n]) of a column of lists. Integers become int32 where they fit."""
-    valid = column.is_valid().to_numpy()
-    lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy()
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    valid = column.is_valid().to_numpy().tolist() if column.null_count else [True] * len(column)
+    offsets = np.concatenate([[0], np.cumsum(_lengths(column, pc.list_value_length))])
     inner = pc.list_flatten(column)
     if inner.null_count or not (pa.types.is_integer(inner.type) or pa.types.is_boolean(inner.type)):
         values = np.array(inner.to_pylist(), dtype=object)  # its dtype tells the caller that these are not integers
@@ -233,4 +238,4 @@ def _flatten(column: pa.ChunkedArray) -> tuple[npt.NDArray[Any], list[int], list
         values = inner.to_numpy()
     if values.dtype.kind in "iu" and len(values) and values.min() >= -(2**31) and values.max() < 2**31:
         values = values.astype(np.int32)  # also a copy, which lets go of the table
-    return values, offsets.tolist(), valid.tolist()  # lists: single elements are fetched much faster than from arrays
+    return values, offsets.tolist(), valid  # lists: single elements are fetched much faster than from arrays
