@@ -27,16 +27,15 @@ class BlockReader:
 
     def epoch(self, start: Position) -> Iterator[Block]:
         """The blocks from `start`, which must be the start of a block, to the end of its epoch."""
+        # Nothing here still refers to what was given away: of many lanes that would be most of the memory.
         held: list[_Piece] = []
-        for piece in self._read(start):
-            left: _Piece | None = piece
+        left: _Piece | None
+        for left in self._read(start):
             while left is not None:
                 left, block_is_full = self._add(held, left)
                 if block_is_full:
-                    yield self._block(start, held)
-                    last = held[-1]
-                    start = Position(start.epoch, last.turn, last.next_index, start.block + 1)
-                    held = []
+                    here, start = start, Position(start.epoch, held[-1].turn, held[-1].next_index, start.block + 1)
+                    yield self._block(here, held)
         if held:
             yield self._block(start, held)
 
@@ -55,12 +54,14 @@ class BlockReader:
         return (piece.cut(fits, len(piece.indices)) if fits < len(piece.indices) else None), full
 
     def _block(self, start: Position, held: "list[_Piece]") -> Block:
+        """The block of what is held, which is empty after it."""
+        pieces = [held.pop(0) for _ in range(len(held))]
         return Block(
             source=self.reader.source,
             position=start,
-            shards=np.concatenate([np.full(len(piece.indices), piece.shard) for piece in held]),
-            indices=np.concatenate([piece.indices for piece in held]),
-            data=concatenate([piece.chunk for piece in held]),
+            shards=np.concatenate([np.full(len(piece.indices), piece.shard) for piece in pieces]),
+            indices=np.concatenate([piece.indices for piece in pieces]),
+            data=concatenate([piece.chunk for piece in pieces]),
         )
 
     def _read(self, start: Position) -> "Iterator[_Piece]":

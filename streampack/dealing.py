@@ -16,7 +16,8 @@ from streampack.order import IntArray, permutation, permutations
 BoolArray = npt.NDArray[np.bool_]
 
 _DEALT, _WHOLE, _ORDER, _GROUPS = range(4)  # keep the random streams of different decisions apart
-_GROUPS_PER_DRAW = 64
+_GROUPS_PER_KEY = 64
+_CELLS_PER_DRAW, _DRAWS_KEPT = 1024, 2048
 
 
 class Deal:
@@ -29,7 +30,9 @@ class Deal:
         self.shuffle = shuffle
         # A process hosts many lanes, in at most two epochs at a time; they ask for the same orders.
         self._epoch = lru_cache(maxsize=2)(self._deal_epoch)
-        self._draw = lru_cache(maxsize=256)(self._draw_groups)
+        self._draw = lru_cache(maxsize=_DRAWS_KEPT)(self._draw_groups)
+        # A power of two: a shard that is short for its lanes must not pay for groups that it does not have.
+        self._groups_per_draw = 1 << min(_GROUPS_PER_KEY, max(1, _CELLS_PER_DRAW // lanes)).bit_length() - 1
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (self.num_shards, self.lanes, self.seed, self.shuffle)
@@ -54,9 +57,10 @@ class Deal:
 
     def dealt_indices(self, *, epoch: int, shard: int, lane: int, groups: range) -> IntArray:
         """The index in a dealt shard that a lane gets of each group of `lanes` consecutive examples, int64 [groups]."""
-        first, last = groups.start // _GROUPS_PER_DRAW, -(-groups.stop // _GROUPS_PER_DRAW)
+        size = self._groups_per_draw
+        first, last = groups.start // size, -(-groups.stop // size)
         draws = [self._draw(epoch if self.shuffle else 0, shard, draw)[:, lane] for draw in range(first, last)]
-        offsets = np.concatenate(draws)[groups.start - first * _GROUPS_PER_DRAW :][: len(groups)]
+        offsets = np.concatenate(draws)[groups.start - first * size :][: len(groups)]
         indices: IntArray = np.arange(groups.start, groups.stop) * self.lanes + offsets
         return indices
 
@@ -73,7 +77,8 @@ class Deal:
         return whole, dealt, permutation(rounds + num_dealt, self.seed, _DEALT, epoch, 1)[:num_dealt]
 
     def _draw_groups(self, epoch: int, shard: int, draw: int) -> IntArray:
-        return permutations(_GROUPS_PER_DRAW, self.lanes, self.seed, _GROUPS, epoch, shard, draw)
+        key, first = divmod(draw * self._groups_per_draw, _GROUPS_PER_KEY)
+        return permutations(self._groups_per_draw, self.lanes, self.seed, _GROUPS, epoch, shard, key, first=first)
 
 
 def _rebuild(num_shards: int, lanes: int, seed: int, shuffle: bool) -> Deal:

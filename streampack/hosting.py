@@ -88,6 +88,11 @@ class Host:
                     return
             cycle += 1
 
+    @property
+    def num_lanes(self) -> int:
+        """How many lanes this worker has."""
+        return len(range(self.worker, self.lanes // self.world_size, self.num_workers))
+
     def _lane(self, place: int) -> int:
         return (self.first_row + place * self.world_size + self.rank) % self.lanes
 

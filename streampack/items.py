@@ -155,10 +155,12 @@ class ItemReader:
                 self.opened.append((number, block.position))
                 wanted = [place for place in range(len(block)) if not is_used(number + place)]
                 found_any = found_any or len(wanted) < len(block)
-                for batch in self._batches(block, number, wanted):
+                batches = self._batches(block, number, wanted)
+                number += len(block)
+                del block  # goes with its last batch
+                for batch in batches:
                     found_any = found_any or any(isinstance(item, Item) for item in batch)
                     yield batch
-                number += len(block)
             if stop_epoch is None and not found_any:
                 source = self.blocks.reader.source
                 count = getattr(source, "num_examples", None)
@@ -172,10 +174,13 @@ class ItemReader:
             fresh = True
 
     def _batches(self, block: Block, number: int, wanted: list[int]) -> Iterator[list[Item | Dropped]]:
-        order = self._order(block)
-        for first in range(0, len(wanted), self.encoder.batch):
-            places = wanted[first : first + self.encoder.batch]
-            yield self._encode(block, [number + place for place in places], [int(order[place]) for place in places])
+        order, size = self._order(block), self.encoder.batch
+        for first in range(0, len(wanted), size):
+            places = wanted[first : first + size]
+            batch = self._encode(block, [number + place for place in places], [int(order[place]) for place in places])
+            if first + size >= len(wanted):
+                del block
+            yield batch
 
     def _order(self, block: Block) -> Any:
         if not self.shuffle:

@@ -16,11 +16,11 @@ def permutation(size: int, *key: int) -> IntArray:
     return np.argsort(_bits(size, key), kind="stable")
 
 
-def permutations(count: int, size: int, *key: int) -> IntArray:
-    """`count` independent orders of 0 .. size - 1 for `key`, int64 [count, size]."""
-    return np.argsort(_bits(count * size, key).reshape(count, size), axis=1, kind="stable")
+def permutations(count: int, size: int, *key: int, first: int = 0) -> IntArray:
+    """`count` independent orders of 0 .. size - 1 for `key`, from number `first` on, int64 [count, size]."""
+    return np.argsort(_bits(count * size, key, skip=first * size).reshape(count, size), axis=1, kind="stable")
 
 
-def _bits(size: int, key: tuple[int, ...]) -> npt.NDArray[np.uint64]:
-    bits: npt.NDArray[np.uint64] = np.random.PCG64(np.random.SeedSequence(key)).random_raw(size)
+def _bits(size: int, key: tuple[int, ...], *, skip: int = 0) -> npt.NDArray[np.uint64]:
+    bits: npt.NDArray[np.uint64] = np.random.PCG64(np.random.SeedSequence(key)).advance(skip).random_raw(size)
     return bits

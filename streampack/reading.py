@@ -1,13 +1,15 @@
 """Reading: shards in chunks and pieces, for all lanes of a process; a thread reads the next one meanwhile.
 
-A shard that all lanes share is read in chunks of CHUNK examples at fixed places, so that a chunk is read once for the
-lanes of a process while they stay near each other; a lane that falls behind the cache gets a reader of its own.
+A shard that all lanes share is read in chunks of CHUNK examples at fixed places. A chunk is kept until all lanes of the
+process have taken it, so that it is read once for them, also where the first one goes far ahead to fill its buffer
+before the others begin; a lane that falls behind the cache gets a reader of its own.
 """
 
 import queue
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -18,15 +20,17 @@ from streampack.tables import Chunk, concatenate, size_of, sizes
 
 CHUNK = 256
 PIECE_BYTES = 1 << 20
-CACHE_BYTES = 64 << 20
+CACHE_BYTES, CACHE_BYTES_OF_LANE = 64 << 20, 1 << 20
+"""What is kept of chunks at most, or for each lane: about what it reads at once to fill its buffer."""
 OPEN_READERS = 64
 CLOSE_SECONDS = 5.0
 
 
 class ShardReader:
-    """Chunks of shards by number, and pieces by index. Holds at most CACHE_BYTES of chunks, and OPEN_READERS readers
+    """Chunks of shards by number, and pieces by index. Holds chunks up to a limit of bytes, and OPEN_READERS readers
     with one piece (of about PIECE_BYTES) or chunk each that was read ahead.
 
+    lanes: how many share the chunks: each asks for each one once.
     select: keeps of a table what is looked at; None: all.
     retry, closed: see `read_with_retries`.
     """
@@ -35,18 +39,21 @@ class ShardReader:
         self,
         source: Source,
         *,
+        lanes: int,
         select: Callable[[pa.Table], Chunk] | None,
         retry: Retry | None = None,
         closed: Callable[[], bool] | None = None,
     ) -> None:
         self.source = source
+        self.lanes = lanes
         self.select = select
         self.retry = Retry.of(retry)
         self.reading = ReadStats()
         self._is_closed = closed
         self._ends = False
-        self._chunks: OrderedDict[tuple[int, int], tuple[Chunk, int]] = OrderedDict()
+        self._chunks: OrderedDict[tuple[int, int], _Kept] = OrderedDict()
         self._bytes = 0
+        self._most_bytes = max(CACHE_BYTES, lanes * CACHE_BYTES_OF_LANE)
         # What comes next, and is being read: of shared chunks by the number, of pieces by the index.
         self._readers: OrderedDict[tuple[int, int], _Next] = OrderedDict()
         self._open: OrderedDict[tuple[int, int], _Next] = OrderedDict()
@@ -55,15 +62,18 @@ class ShardReader:
     def chunk(self, shard: int, number: int) -> Chunk:
         """Examples number * CHUNK ... of a shard that lanes share; fewer than CHUNK at its end, none after it."""
         key = shard, number
-        if key in self._chunks:
-            self._chunks.move_to_end(key)
-            return self._chunks[key][0]
-        reader = self._readers.pop(key, None) or _Next(self._read(shard, number))
-        chunk = reader.result()
-        if len(chunk) == CHUNK:
-            self._go_on(self._readers, (shard, number + 1), reader)
-        self._keep(key, chunk)
-        return chunk
+        kept = self._chunks.get(key)
+        if kept is None:
+            reader = self._readers.pop(key, None) or _Next(self._read(shard, number))
+            chunk = reader.result()
+            if len(chunk) == CHUNK:
+                self._go_on(self._readers, (shard, number + 1), reader)
+            kept = self._keep(key, chunk)
+        self._chunks.move_to_end(key)
+        kept.asked += 1
+        if kept.asked == self.lanes:
+            self._bytes -= self._chunks.pop(key).size
+        return kept.chunk
 
     def piece(self, shard: int, index: int) -> Chunk:
         """Some examples of a shard from `index` on: at most CHUNK, or about PIECE_BYTES; none at its end."""
@@ -90,12 +100,12 @@ class ShardReader:
             self._thread = self._thread or _ReadingThread()
             self._thread.submit(following)
 
-    def _keep(self, key: tuple[int, int], chunk: Chunk) -> None:
-        size = int(sizes(chunk).sum())
-        self._chunks[key] = chunk, size
-        self._bytes += size
-        while self._bytes > CACHE_BYTES and len(self._chunks) > 1:
-            self._bytes -= self._chunks.popitem(last=False)[1][1]
+    def _keep(self, key: tuple[int, int], chunk: Chunk) -> "_Kept":
+        kept = self._chunks[key] = _Kept(chunk, int(sizes(chunk).sum()))
+        self._bytes += kept.size
+        while self._bytes > self._most_bytes and len(self._chunks) > 1:
+            self._bytes -= self._chunks.popitem(last=False)[1].size
+        return kept
 
     def _read(self, shard: int, number: int) -> Iterator[Chunk]:
         """Full chunks from `number` on, then the rest of the shard."""
@@ -135,6 +145,15 @@ class ShardReader:
 
     def _closed(self) -> bool:
         return self._ends or (self._is_closed is not None and self._is_closed())
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A chunk, about its bytes, and how many lanes have asked for it."""
+
+    chunk: Chunk
+    size: int
+    asked: int = 0
 
 
 class _Next:

@@ -68,7 +68,7 @@ class Stream:
 
         closed: says whether the pass was closed, so that a reader which waits for the network gives up.
         """
-        with closing(LaneOpener(self, first_epoch, states or {}, closed)) as opener:
+        with closing(LaneOpener(self, first_epoch, states or {}, closed=closed, lanes=host.num_lanes)) as opener:
             for message in host.messages(opener):
                 yield replace(message, reading=opener.read_stats())
 
@@ -76,7 +76,7 @@ class Stream:
         self, host: Host, *, first_epoch: int = 0, states: Mapping[int, LaneState] | None = None
     ) -> Iterator[Given]:
         """The same in order, where the host has all lanes of a rank."""
-        with closing(LaneOpener(self, first_epoch, states or {})) as opener:
+        with closing(LaneOpener(self, first_epoch, states or {}, lanes=host.num_lanes)) as opener:
             yield from in_order(host.messages(opener), num_workers=1)
 
     def deal(self, part: Part) -> Deal:
@@ -144,14 +144,17 @@ class Stream:
 
 
 class LaneOpener:
-    """Opens the lanes of a pass in one process, which share its readers."""
+    """Opens the lanes of a pass in one process, which share its readers. lanes: how many of them it has (default:
+    all)."""
 
     def __init__(
         self,
         stream: Stream,
         first_epoch: int,
         states: Mapping[int, LaneState],
+        *,
         closed: Callable[[], bool] | None = None,
+        lanes: int | None = None,
     ) -> None:
         self.stream = stream
         self.first_epoch = first_epoch
@@ -161,6 +164,7 @@ class LaneOpener:
         self._readers = [
             ShardReader(
                 part.source,
+                lanes=lanes or stream.lanes,
                 select=part.encoder.select if part.transform is None else None,
                 retry=stream.retry,
                 closed=closed,

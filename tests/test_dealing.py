@@ -6,7 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streampack import reading
 from streampack.dealing import Deal
+
+from .streams import Ranks, Shards, all_examples, examples, make_stream, split_evenly, tokens_by_example
 
 
 def turns_of(deal: Deal, *, epoch: int, lane: int) -> list[tuple[int, bool]]:
@@ -212,3 +215,37 @@ def test_a_deal_survives_pickling():
     turns_of(deal, epoch=0, lane=0)
     copy = pickle.loads(pickle.dumps(deal))
     assert read_epoch(copy, [30] * 11, epoch=3) == read_epoch(deal, [30] * 11, epoch=3)
+
+
+# ---- reading what is dealt -------------------------------------------------------------------------------------------
+
+
+class Counted(Shards):
+    """Counts how often each shard is read."""
+
+    def __init__(self, parts):
+        super().__init__(parts)
+        self.reads = Counter()
+
+    def read(self, shard, start):
+        self.reads[shard] += 1
+        return super().read(shard, start)
+
+
+def test_a_shard_that_all_lanes_share_is_read_once_though_the_first_lane_reads_them_all_for_its_buffer(monkeypatch):
+    monkeypatch.setattr(reading, "CACHE_BYTES", 1)
+    source = Counted(split_evenly(examples(630), 63))
+    stream = make_stream(source, lanes=32, buffer_size=15)  # 1 whole shard for each lane, and 31 that all share
+    rows = Ranks(stream, 1, 0).take(10**6)
+    assert source.reads == dict.fromkeys(range(63), 1)
+    assert tokens_by_example(rows) == all_examples(source, epochs=1)
+
+
+def test_what_all_lanes_have_taken_is_not_kept():
+    source = Counted([examples(100), examples(300)])
+    reader = reading.ShardReader(source, lanes=2, select=None)
+    assert [len(reader.chunk(1, 0)), len(reader.chunk(0, 0)), len(reader.chunk(1, 0))] == [256, 100, 256]
+    assert list(reader._chunks) == [(0, 0)]
+    assert len(reader.chunk(1, 1)) == 44
+    assert source.reads == {0: 1, 1: 1}
+    reader.close()

@@ -73,3 +73,8 @@ def test_global_random_state_is_neither_read_nor_written():
         orders.append((permutation(20, 5).tolist(), permutations(3, 20, 5).tolist()))
         assert (str(np.random.get_state()), random.getstate(), torch.get_rng_state().tolist()) == before
     assert orders[0] == orders[1]
+
+
+def test_later_orders_are_made_without_those_before_them():
+    whole = permutations(64, 7, 3, 1)
+    assert permutations(5, 7, 3, 1, first=20).tolist() == whole[20:25].tolist()
