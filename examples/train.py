@@ -333,6 +333,8 @@ def main() -> None:
     model = make_model(args, len(tokenizer), "flash_attention_2" if flash else "sdpa").to(device)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     done = 0
+    if args.resume and not checkpoints(args.out) and RANK == 0:
+        print(f"no checkpoint in {args.out}: beginning with the first step")
     if args.resume and checkpoints(args.out):
         checkpoint = torch.load(checkpoints(args.out)[-1], map_location=device)
         loader.load_state_dict(checkpoint["stream"])

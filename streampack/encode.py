@@ -172,8 +172,9 @@ class Encoder:
     def _judge(self, example: Encoded | Fault, block: Block, pick: int) -> Encoded | Reason | Fault:
         if isinstance(example, Fault):
             if self.policies.bad == "error":
+                only = "where only some lack it, " if example.reason == "missing" else ""
                 raise ValueError(
-                    f"{block.where(pick)}: {example.what}; mend the data, or pass bad='drop' to leave it out"
+                    f"{block.where(pick)}: {example.what}; {only}mend the data, or pass bad='drop' to leave it out"
                 )
             return example
         if len(example.ids) == 0:

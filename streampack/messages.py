@@ -44,6 +44,12 @@ class Messages(IterableDataset[Message]):
         """Nothing more of a pass, by its number, will be asked for: workers that wait for the network give up."""
         self._shared[2] = max(serial, int(self._shared[2]))
 
+    def __len__(self) -> int:
+        raise TypeError(
+            "a PackedLoader has no len(): how many batches there are is known once all examples were packed; "
+            "streampack.count_batches(loader) does that, and training loops take a number of steps"
+        )
+
     def set_epoch(self, epoch: int) -> None:
         """The next pass of the dataset begins with this epoch."""
         self.packed.set_epoch(epoch)
@@ -89,7 +95,7 @@ def warn_of_reading(stream: Stream, *, processes: int) -> None:
         if factor >= 2 and not getattr(source, "random_access", False):
             warnings.warn(
                 f"source {source.name!r} has {source.num_shards} shards for {stream.lanes} lanes, so {processes} "
-                f"processes read all of them, {factor:.3g} times the source in all; more files (or for Parquet "
-                "more row groups, see datasets' reshard()), fewer workers or fewer lanes read less",
+                f"processes read all of them, {factor:.3g} times the source in all; more shards (files, or row "
+                "groups of Parquet), fewer workers or fewer lanes read less",
                 stacklevel=5,
             )

@@ -15,6 +15,7 @@ from streampack.lane_state import LaneState
 
 VERSION = 2
 _KEYS = ("pass", "row", "after", "rows", "rank", "world_size", "worker", "ended", "totals")
+_NUMBERS = ("row", "rows", "rank", "world_size")
 
 
 class StateError(ValueError):
@@ -33,6 +34,7 @@ def check(state: Any, *, stream: Mapping[str, Any], change_weights: bool = False
         StateError: naming what differs, both values and the remedy.
     """
     check_is_state(state)
+    _check_numbers(state)
     _check_lanes(state)
     saved = state["stream"]
     for key in [*saved, *(key for key in stream if key not in saved)]:
@@ -89,6 +91,20 @@ def check_is_state(state: Any) -> None:
             f"cannot resume: the state has format version {state['version']}, this streampack reads version {VERSION}; "
             "resume with the streampack that saved it, or start without the state"
         )
+
+
+def _check_numbers(state: Mapping[str, Any]) -> None:
+    """Refuse numbers that are none: they would be an error of some arithmetic later."""
+    totals = state["totals"]
+    numbers = {key: state[key] for key in _NUMBERS}
+    numbers |= (
+        {f"totals.{key}": count for key, count in totals.items()} if isinstance(totals, Mapping) else {"totals": 0.5}
+    )
+    wrong = [key for key, number in numbers.items() if type(number) is not int or number < 0]
+    if wrong:
+        key = wrong[0]
+        value = totals if key == "totals" else numbers[key]
+        raise StateError(f"{key}={value!r} of the state is damaged; pass what state_dict() returned")
 
 
 def _check_lanes(state: Mapping[str, Any]) -> None:

@@ -239,6 +239,7 @@ def test_a_missing_column_is_refused_and_those_there_are_listed(form):
         encode(form([{"content": "a", "id": 1}]), word_tokenizer())
     assert str(error.value) == (
         "source 'src', shard 0, index 10: no column 'text' (there are: content, id); pass text_column='...'; "
+        "where only some lack it, "
         "mend the data, or pass bad='drop' to leave it out"
     )
 
@@ -249,7 +250,7 @@ def test_text_without_a_tokenizer_is_refused(form):
         encode(form([{"text": "a"}]))
     assert str(error.value) == (
         "source 'src', shard 0, index 10: no column 'input_ids' (there are: text); pass a tokenizer for examples of "
-        "text; mend the data, or pass bad='drop' to leave it out"
+        "text; where only some lack it, mend the data, or pass bad='drop' to leave it out"
     )
 
 

@@ -468,7 +468,7 @@ def test_the_last_batch_of_a_pass_may_be_short_and_the_batch_size_is_what_was_as
     assert sizes[-1] == len(expected) % 7
     assert loader.batch_size == 7
     assert isinstance(loader, DataLoader)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=r"a PackedLoader has no len\(\).*streampack.count_batches\(loader\)"):
         len(loader)
 
 

@@ -143,6 +143,10 @@ def test_a_damaged_state_is_refused() -> None:
     assert "the state after row 10 lacks lane 2; merge the states of all ranks" in refusal(
         lanes={lane: text for lane, text in lanes.items() if lane != "2"}
     )
+    assert "rows='many' of the state is damaged" in refusal(rows="many")
+    assert "row=-1 of the state is damaged" in refusal(row=-1)
+    assert "totals.rows=None of the state is damaged" in refusal(totals={"rows": None})
+    assert "totals=[] of the state is damaged" in refusal(totals=[])
     assert "the state of lane '9' (of 4) is damaged" in refusal(lanes={**lanes, "9": lanes["1"]})
     assert "the state of lane '1' (of 4) is damaged" in refusal(lanes={**lanes, "1": lanes["1"][:-9]})
     with pytest.raises(StateError, match="the state has no 'row': it is damaged"):
