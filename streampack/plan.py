@@ -31,8 +31,8 @@ class Plan:
     ranks: int
     batch_size: int
     accumulation: int
-    epochs: float
-    """Epochs that the plan takes."""
+    epochs: float | None
+    """Epochs that the plan takes; None where the sample does not tell."""
     budget: int | None
     """The token budget, if there was one."""
     rows_per_step: int
@@ -116,7 +116,7 @@ def make_plan(
     per_epoch = None if epoch is None else steps_of.first(epoch, made)
     if tokens is not None:
         steps, all_tokens, all_examples = _of_budget(tokens, per_step, taken, made, recording)
-        num_epochs = tokens / epoch.tokens.value if epoch is not None else float("nan")
+        num_epochs = None if epoch is None else tokens / epoch.tokens.value
         schedule = math.ceil(steps.value)
     else:
         if epoch is None or per_epoch is None:

@@ -19,6 +19,7 @@ from streampack.recording import Recording, lenient, record
 from streampack.replay import Replay, replay
 from streampack.stream import Stream
 from streampack.totals import Totals, totals
+from streampack.wording import many
 
 SAMPLE = 20_000
 """Examples that a report reads unless it is told to read all."""
@@ -58,6 +59,9 @@ class Packed:
     rows: int
     fill: float
     """Tokens / cells."""
+    fill_before_ends: float | None
+    """The same of the rows that were made while their lane had more examples to come: what a long stream has. None:
+    there are none."""
     saved: float
     """The share of cells saved against padding in batches of 8, in random order."""
     overlong: int
@@ -254,6 +258,7 @@ def _packed(recording: Recording, stream: Stream, made: Replay) -> Packed:
         buffer_size=stream.packer.buffer_size,
         rows=made.rows,
         fill=made.fill,
+        fill_before_ends=made.full_tokens / (made.full_rows * made.seq_len) if made.full_rows else None,
         saved=1 - made.cells / padded if padded else 0.0,
         overlong=_overlong(recording, stream, made.seq_len),
         examples_per_row=float(made.segments.mean()) if made.rows else 0.0,
@@ -298,7 +303,7 @@ def _lanes(
     advised, reasons = advise_lanes(rows, ranks=ranks, workers=workers)
     if recording.of_shards < advised:
         reasons.append(
-            f"the source has {recording.of_shards:,} shards, fewer than lanes: every process reads all of them, and "
+            f"the source has {many(recording.of_shards, 'shard')}, fewer than lanes: every process reads all of it and "
             "leaves what is not its own; more files, or shorter row groups, avoid that"
         )
     return Lanes(
@@ -330,5 +335,5 @@ def advise_lanes(rows: Estimate | None, *, ranks: Sequence[int], workers: int = 
         + (f", {lanes} would be {lanes / 2 / max(rows.value, 1):.1%}" if lanes != few else "")
     )
     if few // most < workers:
-        reasons.append(f"each rank has {few // most} lanes then, so more workers than that would idle")
+        reasons.append(f"{few // most} of {workers} workers of a rank would have work then, so use no more")
     return few, reasons
