@@ -258,17 +258,16 @@ class _Recorder:
     def read(self, shard: int, *, most: int | None) -> None:
         pieces: list[_Piece] = []
         index, is_whole = 0, False
-        while most is None or index < most:
+        while not is_whole and (most is None or index < most):
             chunk = self.reader.piece(shard, index)
-            if not len(chunk):
-                is_whole = True
-                break
-            pieces.append(self._piece(shard, index, chunk))
+            is_whole = not len(chunk)
+            if most is not None and index + len(chunk) > most:
+                chunk = chunk[: most - index]
+            if len(chunk):
+                pieces.append(self._piece(shard, index, chunk))
             index += len(chunk)
             if self._progress is not None:
                 self._progress(len(chunk))
-        else:
-            is_whole = not len(self.reader.piece(shard, index))
         self._count += index
         self._shards.append((shard, is_whole, pieces))
 

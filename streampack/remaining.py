@@ -24,7 +24,7 @@ class Remaining:
     """About so many are still to come; None: nothing is known yet."""
     low: int | None
     high: int | None
-    """The interval of 95 % around rows_left."""
+    """The interval around rows_left, see `interval`."""
 
     def as_dict(self) -> dict[str, float]:
         """Plain numbers to log beside `loader.stats`; what is not known yet is left out."""

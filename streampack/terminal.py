@@ -85,7 +85,7 @@ def report_view(report: Report) -> RenderableType:
     )
     parts: list[RenderableType] = [head, *_of_lengths(report), *_of_left_out(report)]
     epoch = report.epoch
-    parts.append(title("An epoch", "" if read.is_all else "estimated, with the interval of 95 %"))
+    parts.append(title("An epoch", "" if read.is_all else "estimated, with an interval"))
     if epoch is None:
         parts += lines(["this sample does not tell how much there is: read more of it, or --all"])
     else:
@@ -203,7 +203,7 @@ def plan_view(plan: Plan) -> RenderableType:
     parts: list[RenderableType] = [title("A step", "on average"), pairs(step)]
     if plan.epoch is not None:
         epoch = plan.epoch
-        note = "exact" if epoch.rows.is_exact else "estimated, with the interval of 95 %"
+        note = "exact" if epoch.rows.is_exact else "estimated, with an interval"
         rows = [("examples", about(epoch.examples)), ("tokens", about(epoch.tokens)), ("rows", about(epoch.rows))]
         parts += [title("An epoch", note), pairs([*rows, ("steps", about(plan.steps_per_epoch))])]
     epochs = (

@@ -143,11 +143,23 @@ def test_a_trace_says_where_in_the_row_an_example_is_and_what_it_is(tmp_path):
     first, second = trace_rows(dataset, first=0, count=2)
     where = str(tmp_path / "part-000.jsonl")
     assert first.as_dict() == {
-        **{"row": 0, "lane": 0, "rank": 0, "batch": 0, "place": 0, "num_loss_tokens": 2},
+        "row": 0,
+        "lane": 0,
+        "rank": 0,
+        "batch": 0,
+        "place": 0,
+        "num_loss_tokens": 2,
         "examples": [
             {
-                **{"epoch": 0, "source": "four", "shard": where, "index": 0, "first_token": 0, "tokens": 3},
-                **{"begin": 0, "end": 3, "ids": [3, 4, 2]},
+                "epoch": 0,
+                "source": "four",
+                "shard": where,
+                "index": 0,
+                "first_token": 0,
+                "tokens": 3,
+                "begin": 0,
+                "end": 3,
+                "ids": [3, 4, 2],
             }
         ],
     }
