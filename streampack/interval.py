@@ -1,7 +1,7 @@
 """Intervals: how far an estimate may be off, from how much the parts that were seen differ.
 
-Of 4 shards out of 40 with 90, 100, 100 and 110 tokens: 4000 tokens, 3190 .. 5015. Intervals are made for 99 %. Lengths
-are skewed, so that a sample may lack the rare shards that are large: of samples of real sets they hold for 96 % or more.
+Of 4 shards out of 40 with 90, 100, 100 and 110 tokens: 4000 tokens, 3190 .. 5015. Intervals are made for 99 %; since
+lengths are skewed, and a sample may lack the rare large shards, they hold for 96 % at least of samples of real sets.
 """
 
 import math

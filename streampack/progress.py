@@ -276,9 +276,10 @@ class Progress:
         return max(epochs) if ends_with_first else min(epochs)
 
     def unsure_of(self, state: LaneState) -> float:
-        """By how much of an epoch `epoch_of` may lag: a shard of a lane, where it is shards that are counted."""
+        """By how much of an epoch `epoch_of` may lag: where whole shards are counted, up to that of the oldest waiting
+        example, by that one and the one that the lane reads."""
         of_feeds = [
-            0.0 if state.done or self._size_of_feed(state, place) else 1 / self._turns(place)
+            0.0 if state.done or self._size_of_feed(state, place) else 2 / self._turns(place)
             for place in range(len(state.feeds))
         ]
         return max(of_feeds)

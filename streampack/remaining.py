@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from streampack.interval import student
 from streampack.progress import Progress
 
+FEWEST_LANES = 4
+MANY = 1000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remaining:
@@ -72,10 +75,13 @@ def _rows_left(
     """
     seen, made = sum(given), sum(rows)
     rate, slowest = made / seen, made / (seen + unsure)
-    noise = rate  # of one lane alone: as if rows came at random
+    noise, degrees = rate, MANY
     if len(given) > 1:
         off = sum((row - rate * epochs) ** 2 for row, epochs in zip(rows, given, strict=True))
-        noise = off / (len(given) - 1) / (seen / len(given))
-    reach = student(max(1, len(given) - 1)) * math.sqrt(noise * left * (1 + left / seen))
+        noise, degrees = off / (len(given) - 1) / (seen / len(given)), len(given) - 1
+    if len(given) < FEWEST_LANES:  # two numbers say little of how much such numbers differ: as if rows came at random
+        noise, degrees = max(noise, rate), MANY
+    reach = student(degrees) * math.sqrt(noise * left * (1 + left / seen))
     least = max(0.0, left - unsure)
-    return (rate * left + slowest * least) / 2, max(0.0, slowest * least - reach), rate * left + reach
+    value = made / (seen + unsure / 2) * max(0.0, left - unsure / 2)
+    return value, max(0.0, slowest * least - reach), rate * left + reach

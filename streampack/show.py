@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from streampack.collate import PackedRow
 from streampack.rows import IGNORE
+from streampack.wording import many
 
 CHARACTERS = 400
 """Of one stretch of text that are shown, unless more are asked for."""
@@ -79,11 +80,12 @@ def _shortened(text: str, characters: int | None) -> str:
 
 def headline(row: PackedRow) -> str:
     """What there is in a row: "4 examples, 2,040 of 2,048 tokens, 1,990 targets"."""
-    seq_len, many = len(row["input_ids"]), len(row["examples"])
+    seq_len, examples = len(row["input_ids"]), len(row["examples"])
     ends = row["cu_seqlens"].tolist()
     tokens = row["segment_tokens"].tolist() if "segment_tokens" in row else np.diff(ends).tolist()
-    used, targets = sum(tokens[:many]), row["num_loss_tokens"]
-    return f"{many:,} example{'s' * (many != 1)}, {used:,} of {seq_len:,} tokens, {targets:,} targets"
+    used = sum(tokens[:examples])
+    targets = many(row["num_loss_tokens"], "target")
+    return f"{many(examples, 'example')}, {used:,} of {seq_len:,} tokens, {targets}"
 
 
 def show_row(row: PackedRow, tokenizer: Any = None, *, characters: int | None = CHARACTERS) -> str:
