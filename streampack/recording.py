@@ -210,6 +210,9 @@ def record(
         names = ", ".join(str(part.name) for part in stream.parts)
         raise ValueError(f"a Mixture has no epoch of its own; report on each of its sources by itself: {names}")
     source = stream.parts[0].source
+    known = getattr(source, "num_examples", None)
+    if examples is not None and known is not None and known <= examples:
+        examples = None
     recorder = _Recorder(stream, progress)
     try:
         for shard in range(source.num_shards) if examples is None else recorder.order(seed):
@@ -257,17 +260,19 @@ class _Recorder:
 
     def read(self, shard: int, *, most: int | None) -> None:
         pieces: list[_Piece] = []
-        index, is_whole = 0, False
+        index, is_whole, is_cut = 0, False, False
         while not is_whole and (most is None or index < most):
             chunk = self.reader.piece(shard, index)
             is_whole = not len(chunk)
             if most is not None and index + len(chunk) > most:
-                chunk = chunk[: most - index]
+                chunk, is_cut = chunk[: most - index], True
             if len(chunk):
                 pieces.append(self._piece(shard, index, chunk))
             index += len(chunk)
             if self._progress is not None:
                 self._progress(len(chunk))
+        if not (is_whole or is_cut):  # it may have ended there
+            is_whole = not len(self.reader.piece(shard, index))
         self._count += index
         self._shards.append((shard, is_whole, pieces))
 
