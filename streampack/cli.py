@@ -244,10 +244,12 @@ def _describe(options: argparse.Namespace) -> None:
     _write(options, described.as_dict(), lambda: terminal.write(view))
 
 
-def _epochs_out(dataset: PackedDataset, state: Any) -> float:
-    """The epochs that are out, by the number of examples in the source."""
-    start = Start.of(state, rank=state["rank"], world_size=state["world_size"])
-    return Progress(dataset.stream, start).stats()["epoch"]
+def _epochs_out(dataset: PackedDataset, state: Any) -> float | None:
+    """The epochs that are out, where it is known how many examples an epoch has."""
+    progress = Progress(dataset.stream, Start.of(state, rank=state["rank"], world_size=state["world_size"]))
+    if any(progress.unsure_of(lane) for lane in progress.lanes_here()):
+        return None
+    return progress.stats()["epoch"]
 
 
 commands: dict[str, Callable[[argparse.Namespace], None]] = {

@@ -107,7 +107,7 @@ def _read(state: StateDescription, epoch: float | None) -> str:
     if epoch is not None:
         return f"{epoch:.4f} epochs are out in rows"
     if state.share is None:
-        return "how much, the state alone does not tell: name the source, with --source"
+        return "how much is not known; name the source, with --source, if it knows how many examples it has"
     return f"{share(state.share)} of the epoch, about"
 
 

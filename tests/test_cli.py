@@ -293,9 +293,8 @@ def test_a_state_is_told_in_words_and_two_are_compared(run, folder):
     output = output_of(run, "state after-5.pt")
     assert re.search(r"rows +18 handed out; the next one is row 18, of lane 2$", output, re.MULTILINE)
     assert "name the source, with --source" in output
-    output = output_of(run, "state after-5.pt --source functions.jsonl --tokenizer tokenizer")
-    assert re.search(r"read +0\.\d{4} epochs are out in rows", output)
-    assert "This source" not in output
+    again = output_of(run, "state after-5.pt --source functions.jsonl --tokenizer tokenizer")
+    assert again == output  # of a JSONL file nobody knows how many examples it has
     output = output_of(run, "state after-5.pt --source functions.parquet --tokenizer tokenizer")
     assert "cannot resume: the state was saved with source='functions.jsonl:" in output
     output = output_of(run, "state diff after-1.pt after-5.pt")
