@@ -36,7 +36,8 @@ tr.own td { font-weight: 650; background: #f5f7fa; }
 ul { margin: 8px 0 0; padding-left: 20px; }
 .stop { color: #b42318; font-weight: 600; }
 .two { display: grid; grid-template-columns: repeat(auto-fit, minmax(400px, 1fr)); gap: 16px; }
-.two section { margin: 0; }
+.two section { margin: 0; padding: 20px 16px; }
+.two th, .two td { padding: 4px 6px; font-size: 13px; }
 """
 
 

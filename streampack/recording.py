@@ -101,10 +101,6 @@ class Recording:
             sizes_of_examples=self.sizes_of_examples[places],
         )
 
-    def lengths(self) -> npt.NDArray[np.int32]:
-        """int32: tokens of the examples that have any."""
-        return self.tokens[self.tokens > 0]
-
     def left_out(self) -> dict[str, int]:
         """How many examples are left out, by the reasons that do not depend on the row length."""
         counts = np.bincount(self.faults, minlength=_TRANSFORM + 1).tolist()

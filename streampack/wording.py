@@ -14,6 +14,8 @@ def number(value: float | None) -> str:
 
 def share(value: float) -> str:
     """A share in per cent; of what is nearly all, as many figures as tell it from all."""
+    if 0.9999 <= value < 1:
+        return ">99.99%" if value > 0.9999 else "99.99%"
     return f"{value:.2%}" if 0.99 < value < 1 else f"{value:.1%}"
 
 
