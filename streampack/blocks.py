@@ -23,6 +23,7 @@ class BlockReader:
         self.deal = deal
         self.lane = lane
         self.size = size
+        self._sizes = getattr(reader.source, "sizes", sizes)
         self.group_reach = max(1, min(deal.lanes, size // MIN_DEALT))
 
     def epoch(self, start: Position) -> Iterator[Block]:
@@ -82,7 +83,7 @@ class BlockReader:
     def _read_whole(self, shard: int, turn: int, index: int) -> "Iterator[_Piece]":
         while len(mine := self.reader.piece(shard, index)):
             indices = np.arange(index, index + len(mine))
-            yield _Piece(shard, turn, indices, indices + 1, mine, sizes(mine), 1)
+            yield _Piece(shard, turn, indices, indices + 1, mine, self._sizes(mine), 1)
             index += len(mine)
 
     def _read_dealt(self, epoch: int, shard: int, turn: int, group: int) -> "Iterator[_Piece]":
@@ -92,7 +93,7 @@ class BlockReader:
             indices, nexts = self._mine(epoch, shard, number, group, len(chunk))
             if len(indices):
                 mine = take(chunk, indices - number * CHUNK)
-                yield _Piece(shard, turn, indices, nexts, mine, sizes(mine), self.group_reach)
+                yield _Piece(shard, turn, indices, nexts, mine, self._sizes(mine), self.group_reach)
             if len(chunk) < CHUNK:
                 return
             number += 1

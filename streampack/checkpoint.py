@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -27,6 +28,10 @@ from streampack.state import StateError, check_is_state, merge_states
 _STREAM = "stream"
 """Under which key `save_stream` and `load_stream` have the stream in a checkpoint."""
 _HEADER = "header"
+STREAM_FILE = "stream.json"
+"""In each checkpoint folder of PackedTrainer: where the stream is after the steps that were trained, of all processes
+together."""
+_ZIP = b"PK\x03\x04"  # how files of torch.save begin
 
 
 class StreamState:
@@ -64,13 +69,7 @@ class StreamState:
         Raises:
             StateError: if something is missing or damaged, or it is of another stream, naming both values.
         """
-        state = _header(state_dict)
-        keys = {str(lane): _key(lane) for lane in range(int(state["stream"].get("lanes", 0)))}
-        missing = [key for key in keys.values() if not isinstance(state_dict.get(key), bytes)]
-        if missing:
-            raise StateError(f"the state has no {missing[0]!r}: it is damaged; load what StreamState saved")
-        lanes = {lane: state_dict[key].decode(errors="replace") for lane, key in keys.items() if state_dict[key]}
-        self.loader.load_state_dict({**state, "lanes": lanes}, change_weights=self.change_weights)
+        self.loader.load_state_dict(_with_lanes(state_dict), change_weights=self.change_weights)
 
 
 def merged_state(loader: PackedLoader, *, batches: int | None = None) -> dict[str, Any]:
@@ -151,12 +150,17 @@ def load_stream(loader: PackedLoader, folder: str | os.PathLike[str], *, change_
     Raises:
         StateError: with the folder's name, if it is no whole checkpoint with a stream, or one of another stream.
     """
+    values = _read_stream(folder)
+    with _named(folder):
+        StreamState(loader, change_weights=change_weights).load_state_dict(values)
+
+
+def _read_stream(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """What `StreamState.state_dict()` gave when it was saved."""
     header = _read(folder, {_HEADER: None})
     with _named(folder):
         lanes = int(_header(header)["stream"].get("lanes", 0))
-    values = _read(folder, {**header, **{_key(lane): None for lane in range(lanes)}})
-    with _named(folder):
-        StreamState(loader, change_weights=change_weights).load_state_dict(values)
+    return _read(folder, {**header, **{_key(lane): None for lane in range(lanes)}})
 
 
 def _read(folder: str | os.PathLike[str], template: dict[str, Any]) -> dict[str, Any]:
@@ -185,6 +189,16 @@ def _header(values: Mapping[str, Any]) -> dict[str, Any]:
             raise
         raise StateError(f"the {_HEADER!r} of the state is missing or damaged; load what StreamState saved") from error
     return state
+
+
+def _with_lanes(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A state as `state_dict()` of a loader gives it, from what is saved by key."""
+    state = _header(values)
+    keys = {str(lane): _key(lane) for lane in range(int(state["stream"].get("lanes", 0)))}
+    missing = [key for key in keys.values() if not isinstance(values.get(key), bytes)]
+    if missing:
+        raise StateError(f"the state has no {missing[0]!r}: it is damaged; load what StreamState saved")
+    return {**state, "lanes": {lane: values[key].decode(errors="replace") for lane, key in keys.items() if values[key]}}
 
 
 # ---- one JSON file ---------------------------------------------------------------------------------------------------
@@ -216,13 +230,44 @@ def load_json(loader: PackedLoader, path: str | os.PathLike[str], *, change_weig
         StateError: with the file's name, if it is damaged, of another version, or of another stream.
         OSError: on all ranks, if rank 0 cannot read it.
     """
-    text = resolve_once(lambda: Path(path).read_text(errors="replace"))
-    try:
-        state = json.loads(text)
-    except ValueError as error:
-        raise StateError(f"{path} is damaged, no whole JSON: {error}; load an older one") from error
+    state = _from_json(resolve_once(lambda: Path(path).read_text(errors="replace")), path)
     with _named(path):
         loader.load_state_dict(state, change_weights=change_weights)
+
+
+def read_state(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The state in a file of `save_json` or `torch.save(loader.state_dict(), ...)`, in a folder of
+    `save_stream` or `dcp.save({"stream": StreamState(loader), ...})`, or in a checkpoint folder of PackedTrainer.
+
+    Raises:
+        StateError: with the path, if there is no state in it, or one of another version.
+        OSError: if it cannot be read.
+    """
+    path = Path(path)
+    file = path / STREAM_FILE if (path / STREAM_FILE).is_file() else path
+    if file.is_dir():
+        state: Any = _with_lanes(_read_stream(file))
+    elif file.read_bytes()[:4] == _ZIP:
+        state = _load_torch(file)
+    else:
+        state = _from_json(file.read_text(errors="replace"), file)
+    with _named(file):
+        check_is_state(state)
+    return dict(state)
+
+
+def _load_torch(file: Path) -> Any:
+    try:
+        return torch.load(file, weights_only=True)
+    except Exception as error:
+        raise StateError(f"{file} is no state that torch.save wrote: {type(error).__name__}") from error
+
+
+def _from_json(text: str, file: str | os.PathLike[str]) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise StateError(f"{file} is damaged, no whole JSON: {error}; load an older one") from error
 
 
 def _write_whole(path: Path, text: str) -> None:

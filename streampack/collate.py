@@ -229,6 +229,11 @@ def _check_segments(fixed_segments: Any) -> None:
         raise ValueError(f"fixed_segments={fixed_segments!r}: pass an int of at least 2 (an example, padding), or None")
 
 
+def pinned(batch: Batch) -> Batch:
+    """A batch with its tensors in pinned memory."""
+    return {key: value.pin_memory() if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+
+
 def _collate_rows(rows: Sequence[PackedRow], *, collate_fn_map: Any = None) -> Batch:
     return Collator("rows")(rows)
 

@@ -97,7 +97,7 @@ class Encoder:
         """
         if not len(picks):
             return []
-        raw = self._tokenize(block, picks) if self.tokenizer is not None else self._id_reader.read(block, picks)
+        raw = self.tokens(block, picks)
         longest = _NO_LIMIT if self.limit is None else self.limit
         return [
             found
@@ -105,6 +105,10 @@ class Encoder:
             else self._judge(found, block, pick)
             for pick, found in zip(picks, raw, strict=True)
         ]
+
+    def tokens(self, block: Block, picks: Sequence[int]) -> list[Encoded | Fault]:
+        """The tokens of the picked examples, or what is wrong with them: before any policy."""
+        return self._tokenize(block, picks) if self.tokenizer is not None else self._id_reader.read(block, picks)
 
     def _tokenize(self, block: Block, picks: Sequence[int]) -> list[Encoded | Fault]:
         texts = block.column(self.text_column, hint=TEXT_HINT).take(picks)

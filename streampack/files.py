@@ -129,6 +129,13 @@ class Files:
                     source, compression=compression, name=file.shown, start=start, columns=self.columns
                 )
 
+    def shard_sizes(self) -> IntArray | None:
+        """Bytes of each shard where all are ranges of JSONL files, or all compressed ones; else None."""
+        kinds = {PART_KINDS[kind] for kind in self._kinds.tolist()}
+        files: IntArray = self._sizes[self._file_of]
+        ranges: IntArray = np.minimum(files - self._places, self._range_bytes)
+        return ranges if kinds == {"range"} else files if kinds == {"compressed"} else None
+
     def locate(self, shard: int, index: int) -> tuple[str, int]:
         """("data/a.jsonl from byte 4194304", index), ("a.parquet row group 3", index). Reads nothing."""
         file, part = self._shard(shard)

@@ -43,6 +43,39 @@ def as_huggingface_source(data: Any, *, lanes: int, name: str | None) -> Source:
     raise TypeError(f"cannot stream from datasets.{type(data).__name__}{advice}")
 
 
+def open_saved(folder: str, *, split: str | None) -> Any:
+    """What `save_to_disk` wrote: a Dataset, or the split of a DatasetDict.
+
+    Raises:
+        ValueError: for a split that is not there, or none where there are several.
+    """
+    saved = datasets.load_from_disk(folder)
+    if isinstance(saved, datasets.DatasetDict):
+        if split not in saved:
+            what = "choose a split" if split is None else f"there is no split {split!r}"
+            raise ValueError(f"{folder}: {what}; there are: {', '.join(map(str, saved))}")
+        return saved[split]
+    return saved
+
+
+def open_hub(name: str, *, config: str | None, split: str | None, revision: str | None) -> Any:
+    """A stream of a dataset of the Hub.
+
+    Raises:
+        ValueError: if it cannot be opened, with the reason; if there are several splits and none is chosen.
+    """
+    try:
+        stream = datasets.load_dataset(name, config, split=split, revision=revision, streaming=True)
+    except Exception as error:  # of any kind: offline, no such name, config or split, a script, a login
+        reason = " ".join(str(error).split())
+        raise ValueError(f"no file or folder {name!r} here, and no such dataset of the Hub: {reason}") from error
+    if isinstance(stream, dict):
+        if len(stream) > 1:
+            raise ValueError(f"{name}: choose a split; there are: {', '.join(map(str, stream))}")
+        stream = next(iter(stream.values()))
+    return stream
+
+
 class StreamSource:
     """A `datasets.IterableDataset`. A Parquet stream with fewer shards than lanes is cut into row groups.
 

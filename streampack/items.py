@@ -4,7 +4,7 @@ The examples of a lane are numbered in the order in which it takes them. Numbers
 an example, so an example that waits can be found again by its number without encoding those before it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -191,7 +191,7 @@ class ItemReader:
         kept = block
         rows: list[int | None] = list(picks)
         if self.transform is not None:
-            kept, rows = self._transform(block, picks)
+            kept, rows = transformed(block, picks, self.transform)
         encoded = iter(self.encoder.encode(kept, [row for row in rows if row is not None]))
         shards, indices = (block.shards[picks] + self.first_shard).tolist(), block.indices[picks].tolist()
         epoch, limit, multiple, feed = block.position.epoch, self.limit or _NO_LIMIT, self.multiple, self.feed
@@ -213,26 +213,26 @@ class ItemReader:
                 found.append(Dropped(number, example, epoch))
         return found
 
-    def _transform(self, block: Block, picks: list[int]) -> tuple[Block, list[int | None]]:
-        """The transformed examples as a block of their own, and the row of each pick there, None if left out."""
-        assert self.transform is not None
-        results: list[Example | Fault | None] = []
-        for pick, example in zip(picks, block.examples(picks), strict=True):
-            try:
-                results.append(example if isinstance(example, Fault) else self.transform(example))
-            except Exception as error:
-                raise ValueError(f"{block.where(pick)}: transform raised {type(error).__name__}: {error}") from error
-        count = iter(range(len(results)))
-        rows = [None if result is None else next(count) for result in results]
-        kept = [pick for pick, result in zip(picks, results, strict=True) if result is not None]
-        return block.select(kept, [result for result in results if result is not None]), rows
-
     def _fragments(self, number: int, example: Encoded, place: tuple[int, int, int], limit: int) -> Iterator[Item]:
         tokens = len(example.ids)
         for start, stop in _cuts(tokens, limit):
             targets = None if example.targets is None else example.targets[start:stop]
             cells, origin = -(-(stop - start) // self.multiple) * self.multiple, (*place, start, stop - start)
             yield Item(number, start, example.ids[start:stop], targets, cells, origin, stop == tokens, 0, self.feed)
+
+
+def transformed(block: Block, picks: Sequence[int], transform: Transform) -> tuple[Block, list[int | None]]:
+    """The transformed examples as a block of their own, and the row of each pick there, None if left out."""
+    results: list[Example | Fault | None] = []
+    for pick, example in zip(picks, block.examples(picks), strict=True):
+        try:
+            results.append(example if isinstance(example, Fault) else transform(example))
+        except Exception as error:
+            raise ValueError(f"{block.where(pick)}: transform raised {type(error).__name__}: {error}") from error
+    count = iter(range(len(results)))
+    rows = [None if result is None else next(count) for result in results]
+    kept = [pick for pick, result in zip(picks, results, strict=True) if result is not None]
+    return block.select(kept, [result for result in results if result is not None]), rows
 
 
 def _cuts(tokens: int, limit: int) -> list[tuple[int, int]]:

@@ -10,14 +10,15 @@ from torch.utils.data import DataLoader
 from streampack.ahead import WorkAhead
 from streampack.arguments import check_numbers
 from streampack.callers import refuse_checkpointing_by_key, warn_of_fetched_batch
-from streampack.collate import Batch, Collator, LayoutName, PackedRow
+from streampack.collate import Collator, LayoutName, PackedRow, pinned
 from streampack.dataset import PackedDataset, overtaken, warn_if_loaded
 from streampack.ending import AtEnd, CpuGroup, check_at_end, resolve, together
 from streampack.hosting import Given, Message, in_order
 from streampack.lane_state import COUNTS
 from streampack.loss import LossWeighting
-from streampack.messages import Messages, quiet_fork, warn_of_reading
+from streampack.messages import Messages, as_it_is, quiet_fork, warn_of_reading
 from streampack.progress import Progress, Start
+from streampack.remaining import Remaining, remaining
 from streampack.rows import Row, filler_row
 from streampack.sources import BadExample
 from streampack.state import StateError, accept
@@ -99,7 +100,7 @@ class PackedLoader(DataLoader[Any]):
             self._messages,
             batch_size=None,
             num_workers=num_workers,
-            collate_fn=_as_it_is,
+            collate_fn=as_it_is,
             prefetch_factor=prefetch_factor if num_workers else None,
             persistent_workers=persistent_workers,
             multiprocessing_context=multiprocessing_context,
@@ -200,7 +201,7 @@ class PackedLoader(DataLoader[Any]):
             batch = self._collator.compact(rows, seq_len=dataset.row_len, pad_token_id=dataset.pad_token_id)
             if not any(row.num_loss_tokens for row in rows):
                 batch["num_items_in_batch"] = 1  # the mean over no targets would be NaN, their sum over 1 is 0
-        return _pinned(batch) if self._pin else batch
+        return pinned(batch) if self._pin else batch
 
     def filler_batch(self) -> Any:
         """A batch of nothing but padding: no loss, no gradient. It counts nowhere."""
@@ -326,6 +327,11 @@ class PackedLoader(DataLoader[Any]):
         return self._current().stats()
 
     @property
+    def remaining(self) -> Remaining:
+        """The share of this pass that was handed out, and about how many rows of this rank are still to come."""
+        return remaining(self._current())
+
+    @property
     def source_stats(self) -> dict[str, dict[str, float]]:
         """Of each source of a Mixture, on this rank in this pass: {} for a stream of one source.
 
@@ -340,11 +346,3 @@ class PackedLoader(DataLoader[Any]):
         """The last 1000 bad examples that were left out in this pass since it began or resumed, oldest first."""
         where = self.packed.stream.where
         return [BadExample(where(bad.shard, bad.index), bad.reason, bad.what) for bad in self._current().bad]
-
-
-def _as_it_is(message: Any) -> Any:
-    return message
-
-
-def _pinned(batch: Batch) -> Batch:
-    return {key: value.pin_memory() if isinstance(value, torch.Tensor) else value for key, value in batch.items()}

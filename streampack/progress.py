@@ -205,9 +205,13 @@ class Progress:
 
     def counts(self) -> dict[str, int]:
         """Counts of the lanes of this rank since the stream began, in the order of COUNTS."""
-        mine = [state.counts for lane, state in self.lanes.items() if self._hosts(lane)]
+        mine = [state.counts for state in self.lanes_here()]
         sums = map(sum, zip(*mine, strict=True)) if mine else [0] * len(COUNTS)
         return {key: self.start.totals[key] + count for key, count in zip(COUNTS, sums, strict=True)}
+
+    def lanes_here(self) -> list[LaneState]:
+        """The newest states of this rank's lanes that have begun."""
+        return [state for lane, state in self.lanes.items() if self._hosts(lane)]
 
     def _hosts(self, lane: int) -> bool:
         return (lane - self.start.row) % self.stream.lanes % self.start.world_size == self.start.rank
@@ -219,7 +223,7 @@ class Progress:
         cells, tokens = self._batch_cells, self._batch_tokens
         if row_len is not None:
             cells, tokens = counts["rows"] * row_len, counts["tokens"]
-        mine = [state for lane, state in self.lanes.items() if self._hosts(lane)]
+        mine = self.lanes_here()
         lane_rows = [state.counts[0] for state in mine]
         return {
             **counts,
@@ -231,7 +235,7 @@ class Progress:
             "cells": cells,
             "padding_tokens": cells - tokens,
             "fill": tokens / cells if cells else 0.0,
-            "epoch": sum(map(self._epoch_of, mine)) / len(mine) if mine else float(self.start.first_epoch),
+            "epoch": sum(map(self.epoch_of, mine)) / len(mine) if mine else float(self.start.first_epoch),
             "lane_rows_min": min(lane_rows, default=0),
             "lane_rows_max": max(lane_rows, default=0),
         }
@@ -252,7 +256,7 @@ class Progress:
         mix, parts = self.stream.mix, self.stream.parts
         if mix is None:
             return {}
-        mine = [state for lane, state in self.lanes.items() if self._hosts(lane)]
+        mine = self.lanes_here()
         found: dict[str, dict[str, float]] = {}
         for place, part in enumerate(parts):
             entered = [state.feeds[place].entered for state in mine]
@@ -270,7 +274,7 @@ class Progress:
                 one[share] = one[key] / total if total else 0.0
         return found
 
-    def _epoch_of(self, state: LaneState) -> float:
+    def epoch_of(self, state: LaneState) -> float:
         """Epochs that a lane has given in rows, with the share of the one it is in. What waits is not given yet."""
         if state.done and self.epochs[1] is not None:
             return float(self.epochs[1])
@@ -278,14 +282,30 @@ class Progress:
         ends_with_first = self.stream.mix is not None and self.stream.mix.stop == "first_exhausted"
         return max(epochs) if ends_with_first else min(epochs)
 
+    def unsure_of(self, state: LaneState) -> float:
+        """By how much of an epoch `epoch_of` may lag: where whole shards are counted, up to that of the oldest waiting
+        example, by that one and the one that the lane reads."""
+        of_feeds = [
+            0.0 if state.done or self._size_of_feed(state, place) else 2 / self._turns(place)
+            for place in range(len(state.feeds))
+        ]
+        return max(of_feeds)
+
     def _epoch_of_feed(self, state: LaneState, place: int) -> float:
         feed: FeedState = state.feeds[place]
-        source = self.stream.parts[place].source
-        epoch, first, size_before = feed.epoch
-        total = getattr(source, "num_examples", None)
-        size = total / self.stream.lanes if total else size_before
+        epoch, first, _ = feed.epoch
+        size = self._size_of_feed(state, place)
         if size:
             given = feed.head[0] - first - feed.waiting.count(1)
             return epoch + min(1.0, given / size)
-        whole, dealt = divmod(source.num_shards, self.stream.lanes)
-        return feed.position.epoch + feed.position.turn / (whole + dealt)
+        return feed.position.epoch + feed.position.turn / self._turns(place)
+
+    def _size_of_feed(self, state: LaneState, place: int) -> float:
+        """Examples that a lane has of a source in an epoch; 0: not known."""
+        total = getattr(self.stream.parts[place].source, "num_examples", None)
+        return total / self.stream.lanes if total else state.feeds[place].epoch[2]
+
+    def _turns(self, place: int) -> int:
+        """Shards of a source that a lane reads in an epoch, alone or together with the others."""
+        whole, dealt = divmod(self.stream.parts[place].source.num_shards, self.stream.lanes)
+        return whole + dealt

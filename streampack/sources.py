@@ -69,7 +69,9 @@ class Source(Protocol):
     time, by threads, so that a thread reads ahead; `locate(shard, index)`, see `locate`, which reads nothing;
     `describe(shard, index)`, a text like "a.jsonl, line 17" for messages about an example, which may read the source
     but must not raise; `prefetch(shard)`, called when a lane begins a shard with the one that it reads next, to fetch
-    it in the background.
+    it in the background; `sizes(table)`, about how many bytes each example of a table takes, int64 [n], where it cannot
+    be seen from the table; `shard_sizes()`, int64 [num_shards], for estimates from some of the shards: what their
+    tokens are about proportional to (bytes), or None.
     """
 
     @property

@@ -15,16 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer
 
-from streampack.checkpoint import gather_objects, load_json, save_json
+from streampack.checkpoint import STREAM_FILE, gather_objects, load_json, save_json
 from streampack.collate import LayoutName
 from streampack.dataset import PackedDataset
 from streampack.loader import PackedLoader
 from streampack.passes import TrainPasses, count_batches, totals
 from streampack.rows import IGNORE
 from streampack.state import StateError
-
-STREAM_FILE = "stream.json"
-"""In each checkpoint folder: where the stream is after the steps that were trained, of all processes together."""
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base

@@ -14,6 +14,7 @@ CORE = [
     *("tables", "dealing", "rows", "token_ids", "encode", "retry", "reading", "blocks"),
     *("packing", "items", "lane_state", "feeds", "mixture", "lanes"),
     *("hosting", "stream", "settings", "state", "progress"),
+    *("interval", "remaining", "wording", "recording", "replay", "totals"),
 ]
 """Plain Python, NumPy and Arrow, in the order in which they may import each other."""
 WITH_TORCH = [
@@ -22,7 +23,12 @@ WITH_TORCH = [
 ]
 ENGINES = ["trainer", "lightning"]
 """For engines, which they import; nothing imports them."""
-ORDER = [*CORE, *WITH_TORCH, *ENGINES]
+SEEING = [
+    *("report", "plan", "trace", "show", "describe", "bars", "opening"),
+    *("terminal", "views", "page", "options", "cli", "__main__"),
+]
+"""What the stream does, as numbers and as text, and the command line."""
+ORDER = [*CORE, *WITH_TORCH, *ENGINES, *SEEING]
 WHEN_NEEDED = {("sources", "huggingface"), ("sources", "mds")}
 """The imports against the order: inside a function, when a dataset of that library is there."""
 FILES = sorted(path.stem for path in FOLDER.rglob("*.py") if path.stem != "__init__")
