@@ -8,7 +8,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from streampack.arguments import check_numbers
 from streampack.callers import refuse_checkpointing_by_key, refuse_dealing
+from streampack.chats import Targets
 from streampack.collate import PackedRow, packed_row
+from streampack.conversations import Format
 from streampack.encode import Overlong
 from streampack.epochs import PassCounter
 from streampack.items import Transform
@@ -35,6 +37,14 @@ class PackedDataset(IterableDataset[PackedRow]):
         tokenizer: a Transformers tokenizer for examples with text; None for examples that have `input_ids` (and, if
             not every token is a target, `labels`, `completion_mask`, `assistant_masks` or `loss_mask`).
         seq_len: tokens in a row; without packing the most of an example.
+        format: of the examples, with a tokenizer: "text"; "prompt_completion" (columns prompt and completion: text, or
+            lists of messages); "messages" (role, content, tool calls ...; also a column tools); "sharegpt"
+            (conversations: from, value). Of a Mixture also {source: format}. Conversations are made text by the
+            tokenizer's chat template, with its special tokens and no others.
+        targets: "all"; "completion": the completion, of conversations the last answer; "assistant": the assistant's
+            turns, each with its end-of-turn token, by the template's {% generation %} marks or, where it has none,
+            found in the text. Tokens that merge over the border are targets. "auto": all of a text, the completion of
+            a prompt, the assistant's turns of conversations.
         text_column: the column of text; of a Mixture also {source: column}.
         lanes: a multiple of every number of ranks you may ever use; part of the stream's identity. Few for a small
             set: each lane ends with a part-filled row.
@@ -43,8 +53,10 @@ class PackedDataset(IterableDataset[PackedRow]):
         shuffle_block: examples of the source in a block (of a shard that all lanes share, those of all together).
         seed: of all orders, an integer >= 0.
         epochs: epochs in a pass; None: an endless stream.
-        overlong: examples of more than `max_example_len` tokens: "split" into fragments, "truncate" (keep the first
-            tokens), "drop" or "error". "auto": split where every token is a target, else error.
+        overlong: examples of more than `max_example_len` tokens: "split" into fragments, "truncate", "drop" or
+            "error". "auto": split texts and ids of which every token is a target, else (conversations, and whatever
+            has targets) error.
+        truncate_keep: "start" or "end": which tokens overlong="truncate" keeps.
         packing: "auto" (exact fill, oldest first; best-fit-decreasing where examples are long), "oldest_first",
             "best_fit", "next_fit" (keeps the order of the stream), "wrapped" (concatenate and cut: examples are
             cut at row ends, and still isolated from each other). Two ways do without packing, and so without rows of
@@ -53,7 +65,7 @@ class PackedDataset(IterableDataset[PackedRow]):
             (layout="rows") or puts them one after the other without any padding (layout="flat"), so that a batch is
             `batch_size` examples.
         append_eos: "auto": end each text with eos_token_id unless it does already; True: the same, and an error if
-            the tokenizer has none; False: as the tokenizer makes it.
+            the tokenizer has none; False: as the tokenizer makes it. Conversations end as the chat template ends them.
         empty, no_target, bad: examples without tokens, without targets, or that cannot be used (malformed, null, no
             such column, wrong type, ragged ...): "drop" (counted in the statistics, by reason) or "error".
             no_target="keep" packs them.
@@ -81,6 +93,8 @@ class PackedDataset(IterableDataset[PackedRow]):
         tokenizer: Any = None,
         *,
         seq_len: int,
+        format: Format | Mapping[str, Format] = "text",
+        targets: Targets = "auto",
         text_column: str | Mapping[str, str] = "text",
         lanes: int = 16,
         buffer_size: int = 256,
@@ -89,6 +103,7 @@ class PackedDataset(IterableDataset[PackedRow]):
         seed: int = 0,
         epochs: int | None = 1,
         overlong: Overlong = "auto",
+        truncate_keep: Literal["start", "end"] = "start",
         packing: Packing = "auto",
         append_eos: bool | Literal["auto"] = "auto",
         empty: Literal["drop", "error"] = "drop",
@@ -108,6 +123,8 @@ class PackedDataset(IterableDataset[PackedRow]):
     ) -> None:
         settings = Settings(
             seq_len=seq_len,
+            format=format,
+            targets=targets,
             text_column=text_column,
             lanes=lanes,
             buffer_size=buffer_size,
@@ -116,6 +133,7 @@ class PackedDataset(IterableDataset[PackedRow]):
             seed=seed,
             epochs=epochs,
             overlong=overlong,
+            truncate_keep=truncate_keep,
             packing=packing,
             append_eos=append_eos,
             empty=empty,

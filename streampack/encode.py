@@ -1,26 +1,25 @@
-"""Encoding: from examples (a text column, or token ids) to ids in int32 and, where not all are targets, a mask.
+"""Encoding: from examples (text, conversations, token ids) to ids in int32 and, where not all are targets, a mask.
 
 What cannot be used is left out by a named policy and counted by its reason: `empty` (no tokens), `no_target` (labels or
 a mask that leave nothing to learn), `overlong` (more than max_example_len tokens), `bad` (see `sources.FAULTS`).
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import numpy as np
 import pyarrow as pa
 
-from streampack.sources import Fault, FaultReason
+from streampack.chats import AUTO, ChatReader, Targets
+from streampack.conversations import COLUMNS, OPTIONAL, Format, hint_of
+from streampack.sources import Fault
 from streampack.tables import Block, Chunk, missing
-from streampack.token_ids import IDS_HINT, Encoded, IdReader, needed, show
+from streampack.texts import TextReader, TextTokenizer, fingerprint
+from streampack.token_ids import IDS_HINT, Encoded, IdReader, needed
 
 Overlong = Literal["auto", "split", "truncate", "drop", "error"]
 Reason = Literal["empty", "no_target", "overlong"]
 
-TEXT_HINT = "pass text_column='...'"
-_PROBE = "Hello  WORLD,\n\tdon't 12345 été ﬁ 日本 🙂"
 _NO_LIMIT = 1 << 62
 
 
@@ -29,6 +28,7 @@ class Policies:
     """What to do with examples that do not go into rows as they are."""
 
     overlong: Overlong = "auto"
+    truncate_keep: Literal["start", "end"] = "start"
     empty: Literal["drop", "error"] = "drop"
     no_target: Literal["drop", "keep", "error"] = "drop"
     bad: Literal["drop", "error"] = "error"
@@ -39,9 +39,12 @@ class Encoder:
 
     Args:
         tokenizer: a Transformers tokenizer, or None for examples that have `input_ids`.
-        text_column: the column of text, with a tokenizer.
-        append_eos: "auto": append eos_token_id where the tokenizer has one and the ids do not end with it already;
-            True: the same, but a tokenizer without one is an error; False: leave the ids as the tokenizer makes them.
+        format: of the examples, with a tokenizer.
+        targets: which tokens are targets, of conversations and of prompts with completions.
+        text_column: the column of text, with a tokenizer and format "text".
+        append_eos: "auto": append eos_token_id to a text where the tokenizer has one and the ids do not end with it
+            already; True: the same, but a tokenizer without one is an error; False: leave the ids as the tokenizer
+            makes them. Conversations end as their template ends them.
         limit: tokens an example may have (before `split` cuts it); None: any number.
         vocab_size: of examples that have `input_ids`: ids from it on are bad; None: any id.
         cuts_any: packing may cut examples of any length (`wrapped`), as well as `split` those over the limit.
@@ -52,6 +55,8 @@ class Encoder:
         self,
         tokenizer: Any,
         *,
+        format: Format = "text",
+        targets: Targets = "auto",
         text_column: str,
         append_eos: bool | Literal["auto"],
         limit: int | None,
@@ -60,20 +65,21 @@ class Encoder:
         vocab_size: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self.text_column = text_column
+        self.format = format
         self.limit = limit
         self.policies = policies
         self.cuts_any = cuts_any
-        self.eos = getattr(tokenizer, "eos_token_id", None) if append_eos else None
-        if append_eos is True and self.eos is None:
-            raise ValueError("append_eos=True, but the tokenizer has no eos_token_id; set tokenizer.eos_token")
-        self.bos = getattr(tokenizer, "bos_token_id", None)
-        self.vocab_size = vocab_size
-        self._id_reader = IdReader(vocab_size=vocab_size)
-        self._specials: int | None = None
-        # Whether the Rust tokenizer inside gives the ids of the Python one around it, as it does unless that one is
-        # special; it is about a sixth faster. Found out on the first batch.
-        self._backend_is_enough: bool | None = None
+        self._columns = (text_column,) if format == "text" else COLUMNS[format]
+        self._reader: IdReader | TextReader | ChatReader
+        texts = TextTokenizer(tokenizer, append_eos=append_eos)
+        if tokenizer is None:
+            self._reader = IdReader(vocab_size=vocab_size)
+        elif format == "text":
+            self._reader = TextReader(texts, column=text_column, hint=self._hint)
+        else:
+            self._reader = ChatReader(texts, format=format, targets=AUTO[format] if targets == "auto" else targets)
+        # Conversations stay whole even where every token is a target.
+        self._is_whole = tokenizer is not None and format != "text"
         self._fingerprint: str | None = None
 
     @property
@@ -84,10 +90,16 @@ class Encoder:
 
     def select(self, table: pa.Table) -> Chunk:
         """A table with the columns that are looked at. Without the one that must be there its examples are faults."""
-        must, hint = (self.text_column, TEXT_HINT) if self.tokenizer is not None else ("input_ids", IDS_HINT)
-        if must not in table.column_names:
-            return [missing(must, table.column_names, hint)] * len(table)
-        return table.select([must] if self.tokenizer is not None else needed(table))
+        with_text = self.tokenizer is not None
+        for name in self._columns if with_text else ("input_ids",):
+            if name not in table.column_names:
+                return [missing(name, table.column_names, self._hint if with_text else IDS_HINT)] * len(table)
+        if not with_text:
+            return table.select(needed(table))
+        return table.select([*self._columns, *(name for name in OPTIONAL[self.format] if name in table.column_names)])
+
+    def _hint(self, names: Sequence[str]) -> str:
+        return hint_of(self.format, names)
 
     def encode(self, block: Block, picks: Sequence[int]) -> list[Encoded | Reason | Fault]:
         """The tokens of the picked examples of a block, or why one is left out.
@@ -98,7 +110,7 @@ class Encoder:
         if not len(picks):
             return []
         raw = self.tokens(block, picks)
-        longest = _NO_LIMIT if self.limit is None else self.limit
+        longest = _NO_LIMIT if self.limit is None else self.limit if not (self.cuts_any and self._is_whole) else 0
         return [
             found
             if type(found) is Encoded and found.targets is None and 0 < len(found.ids) <= longest
@@ -108,68 +120,7 @@ class Encoder:
 
     def tokens(self, block: Block, picks: Sequence[int]) -> list[Encoded | Fault]:
         """The tokens of the picked examples, or what is wrong with them: before any policy."""
-        return self._tokenize(block, picks) if self.tokenizer is not None else self._id_reader.read(block, picks)
-
-    def _tokenize(self, block: Block, picks: Sequence[int]) -> list[Encoded | Fault]:
-        texts = block.column(self.text_column, hint=TEXT_HINT).take(picks)
-        usable = [text for text in texts if isinstance(text, str)]
-        bad: set[str] = set()
-        try:
-            batch = self._ids_of(usable)
-        except (TypeError, UnicodeError):  # lone surrogates, which are no text: find them, and go on without
-            bad = {text for text in usable if not _is_unicode(text)}
-            if not bad:
-                raise
-            batch = self._ids_of([text for text in usable if text not in bad])
-        ids = iter(batch)
-        return [
-            self._framed(next(ids)) if isinstance(text, str) and not (bad and text in bad) else self._not_text(text)
-            for text in texts
-        ]
-
-    def _not_text(self, value: Any) -> Fault:
-        if isinstance(value, Fault):
-            return value
-        reason: FaultReason = "null" if value is None else "malformed" if isinstance(value, str) else "type"
-        return Fault(reason, f"{self.text_column!r} is {show(value)}, not text")
-
-    def _ids_of(self, texts: list[str]) -> list[list[int]]:
-        """One call of the tokenizer for all texts; its own rule says which special tokens it adds."""
-        if not texts:
-            return []
-        backend: Any = getattr(self.tokenizer, "backend_tokenizer", None)
-        if self._backend_is_enough is None:
-            ids = self._ids_by_call(texts)
-            self._backend_is_enough = hasattr(backend, "encode_batch_fast") and ids == _ids_by_backend(backend, texts)
-            return ids
-        if self._backend_is_enough and backend.truncation is None and backend.padding is None:
-            return _ids_by_backend(backend, texts)
-        return self._ids_by_call(texts)
-
-    def _ids_by_call(self, texts: list[str]) -> list[list[int]]:
-        """truncation=False: over-long examples are this library's business; verbose=False silences only the warning
-        about them."""
-        ids: list[list[int]] = self.tokenizer(
-            texts,
-            truncation=False,
-            padding=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )["input_ids"]
-        return ids
-
-    def _framed(self, ids: list[int]) -> Encoded:
-        """End-of-sequence once, and beginning-of-sequence not twice (where the text has it already)."""
-        if self._specials is None:
-            self._specials = len(self.tokenizer("", verbose=False)["input_ids"])
-        if len(ids) <= self._specials:  # nothing of the text itself
-            ids = []
-        elif self.eos is not None and ids[-1] != self.eos:
-            ids.append(self.eos)
-        if self.bos is not None and len(ids) > 1 and ids[0] == ids[1] == self.bos:
-            ids = ids[1:]
-        return Encoded(np.array(ids, dtype=np.int32), None)
+        return self._reader.read(block, picks)
 
     # ---- policies ------------------------------------------------------------------------------------------------
 
@@ -183,10 +134,10 @@ class Encoder:
             return example
         if len(example.ids) == 0:
             return self._empty(block, pick)
-        if self.cuts_any and example.targets is not None and self.policies.overlong != "split":
+        if self.cuts_any and self._stays_whole(example) and self.policies.overlong != "split":
             raise ValueError(
-                f"{block.where(pick)}: packing='wrapped' cuts examples at row ends, and this one has targets that "
-                "cutting would part from their prompt; use another packing, or pass overlong='split' to cut anyway"
+                f"{block.where(pick)}: packing='wrapped' cuts examples at row ends, and this one {self._why(example)}; "
+                "use another packing, or pass overlong='split' to cut anyway"
             )
         if self.limit is not None and len(example.ids) > self.limit:
             overlong = self._overlong(example, block, pick)
@@ -205,18 +156,29 @@ class Encoder:
 
     def _overlong(self, example: Encoded, block: Block, pick: int) -> Encoded | None:
         tokens, policy, limit = len(example.ids), self.policies.overlong, self.limit
-        if policy == "split" or (policy == "auto" and example.targets is None):
+        if policy == "split" or (policy == "auto" and not self._stays_whole(example)):
             return example
         if policy == "drop":
             return None
         if policy == "truncate":
-            targets = example.targets[:limit] if example.targets is not None else None
-            return replace(example, ids=example.ids[:limit], targets=targets, truncated=tokens - (limit or 0))
-        why = "" if policy == "error" else ", and it has targets that cutting would part from their prompt"
+            assert limit is not None
+            kept = slice(limit) if self.policies.truncate_keep == "start" else slice(tokens - limit, None)
+            targets = example.targets[kept] if example.targets is not None else None
+            return replace(example, ids=example.ids[kept], targets=targets, truncated=tokens - limit)
+        why = "" if policy == "error" else f", and it {self._why(example)}"
         raise ValueError(
             f"{block.where(pick)}: {tokens} tokens do not fit into {limit}{why}; pass overlong='truncate', 'drop' or "
             "'split', or a larger seq_len"
         )
+
+    def _stays_whole(self, example: Encoded) -> bool:
+        return self._is_whole or example.targets is not None
+
+    def _why(self, example: Encoded) -> str:
+        """Why an example stays whole, for messages."""
+        if example.targets is None:
+            return "is a conversation or a prompt with its completion, which stays whole"
+        return "has targets that cutting would part from their prompt"
 
     def _empty(self, block: Block, pick: int) -> Reason:
         if self.policies.empty == "error":
@@ -224,32 +186,7 @@ class Encoder:
         return "empty"
 
     def fingerprint(self) -> str:
-        """Names the tokenizer by what decides the ids: vocabulary, special tokens and what it makes of a probe."""
+        """Names the tokenizer."""
         if self._fingerprint is None:
-            self._fingerprint = self._make_fingerprint()
+            self._fingerprint = "none" if self.tokenizer is None else fingerprint(self.tokenizer)
         return self._fingerprint
-
-    def _make_fingerprint(self) -> str:
-        if self.tokenizer is None:
-            return "none"
-        tokenizer = self.tokenizer
-        ids = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
-        tokens = sorted(ids, key=ids.__getitem__)
-        own = " ".join(f"{token} {token.swapcase()}" for token in tokens[:: max(1, len(tokens) // 50)])
-        framing, *probe = (tokenizer(text, verbose=False)["input_ids"] for text in ("", _PROBE, own))
-        eos = getattr(tokenizer, "eos_token_id", None)
-        digest = hashlib.sha256("\n".join(tokens).encode(errors="surrogatepass"))
-        digest.update(repr((framing, probe, eos, sorted(ids.values())[-1:])).encode())
-        return f"{len(tokens)} tokens, {digest.hexdigest()[:16]}"
-
-
-def _ids_by_backend(backend: Any, texts: list[str]) -> list[list[int]]:
-    return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=True)]
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

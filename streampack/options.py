@@ -3,6 +3,8 @@
 import argparse
 from typing import Any, get_args
 
+from streampack.chats import Targets
+from streampack.conversations import Format
 from streampack.encode import Overlong
 from streampack.ending import AtEnd
 from streampack.packing import Packing
@@ -12,8 +14,29 @@ from streampack.show import CHARACTERS
 SETTING_FLAGS = {
     name: "--" + name.replace("_", "-")
     for name in (
-        *("seq_len", "text_column", "lanes", "buffer_size", "shuffle", "shuffle_block", "seed", "epochs", "overlong"),
-        *("packing", "append_eos", "empty", "no_target", "bad", "vocab_size", "max_example_len"),
+        *(
+            "seq_len",
+            "format",
+            "targets",
+            "text_column",
+            "lanes",
+            "buffer_size",
+            "shuffle",
+            "shuffle_block",
+            "seed",
+            "epochs",
+        ),
+        *(
+            "overlong",
+            "truncate_keep",
+            "packing",
+            "append_eos",
+            "empty",
+            "no_target",
+            "bad",
+            "vocab_size",
+            "max_example_len",
+        ),
         *("max_examples_per_row", "pad_to_multiple_of", "pad_token_id", "source_name"),
     )
 }
@@ -156,6 +179,8 @@ def _add_stream(command: argparse.ArgumentParser) -> None:
         )
 
     add("seq_len", int, metavar="N")
+    add("format", choices=get_args(Format))
+    add("targets", choices=get_args(Targets))
     add("text_column", metavar="NAME")
     for name in ("lanes", "buffer_size", "shuffle_block", "seed"):
         add(name, int, metavar="N")
@@ -163,6 +188,7 @@ def _add_stream(command: argparse.ArgumentParser) -> None:
     group.add_argument("--shuffle", action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS)
     add("packing", choices=get_args(Packing))
     add("overlong", choices=get_args(Overlong))
+    add("truncate_keep", choices=("start", "end"))
     add("append_eos", _yes_no_auto, metavar="yes|no|auto")
     add("empty", choices=("drop", "error"))
     add("no_target", choices=("drop", "keep", "error"))

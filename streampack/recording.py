@@ -1,7 +1,7 @@
 """Recording: how long the examples of a source are, read once, to be packed again by any settings.
 
-A recording is a source itself. A stream over it has the lanes, blocks, buffers and rows of the stream over the real
-source, with zeros for ids: nothing about packing is done here. A sample is a recording of some of the shards.
+A recording is a source itself: a stream over it has the lanes, blocks, buffers and rows of that over the real source,
+with zeros for ids, so nothing about packing is done here. A sample is a recording of some of the shards.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +25,8 @@ FEWEST_SHARDS = 4
 """A sample has at least so many whole shards, if there are: from how they differ it is known how sure it is."""
 MANY_SHARDS = 16
 """Where the number of all examples is known, shards need not be read to the end, and so many share the sample."""
-OVERSHOOT = 4
-"""A sample that is so many times as large as asked for ends inside a shard."""
-BAD_SHOWN = 20
+OVERSHOOT, BAD_SHOWN = 4, 20
+"""A sample that is so many times as large as asked for ends inside a shard; bad examples that are shown."""
 
 _USED, _TRANSFORM = len(FAULTS), len(FAULTS) + 1
 _SAMPLE = 32  # keeps the random streams of sampling apart from those of dealing
@@ -200,11 +199,15 @@ def record(
         progress: called with the number of examples that were read since the last call.
 
     Raises:
-        ValueError: for a mixture; for a source without examples, or where the first ones have no such column.
+        ValueError: for a mixture or rows of no fixed length; for a source without examples or such columns.
     """
+    if stream.packer.row_len is None:
+        raise ValueError(
+            f"packing={stream.packer.packing!r} makes rows of no fixed length; choose another to report on"
+        )
     if stream.mix is not None:
-        names = ", ".join(str(part.name) for part in stream.parts)
-        raise ValueError(f"a Mixture has no epoch of its own; report on each of its sources by itself: {names}")
+        names = ", ".join(str(one.name) for one in stream.parts)
+        raise ValueError(f"a Mixture has no epoch of its own; report on its sources by themselves: {names}")
     source = stream.parts[0].source
     known = getattr(source, "num_examples", None)
     if examples is not None and known is not None and known <= examples:
@@ -226,7 +229,7 @@ class _Recorder:
     def __init__(self, stream: Stream, progress: Callable[[int], object] | None) -> None:
         self.part = stream.parts[0]
         source, encoder, transform = self.part.source, self.part.encoder, self.part.transform
-        self.reader = ShardReader(source, select=None if transform else encoder.select, retry=stream.retry)
+        self.reader = ShardReader(source, lanes=1, select=None if transform else encoder.select, retry=stream.retry)
         self.of_examples: int | None = getattr(source, "num_examples", None)
         known = getattr(source, "shard_sizes", None)
         self._shard_sizes: IntArray | None = known() if known else None
@@ -280,8 +283,7 @@ class _Recorder:
             indices=np.arange(index, index + len(chunk)),
             data=chunk,
         )
-        rows: list[int | None] = list(range(len(chunk)))
-        kept = block
+        kept, rows = block, list[int | None](range(len(chunk)))
         if self.part.transform is not None:
             kept, rows = transformed(block, range(len(chunk)), self.part.transform)
         picks = [row for row in rows if row is not None]

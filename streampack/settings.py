@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from streampack.arguments import check_choices, check_numbers
+from streampack.chats import Targets
+from streampack.conversations import Format
 from streampack.encode import Encoder, Overlong, Policies
 from streampack.items import Transform
 from streampack.mixture import Mix, Mixture
@@ -12,6 +14,7 @@ from streampack.packing import UNPACKED, Packer, Packing
 from streampack.retry import Retry
 from streampack.sources import as_source
 from streampack.stream import Part, Stream
+from streampack.templates import ChatTemplate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +22,8 @@ class Settings:
     """The arguments of PackedDataset that shape the stream; explained there."""
 
     seq_len: int
+    format: Format | Mapping[str, Format]
+    targets: Targets
     text_column: str | Mapping[str, str]
     lanes: int
     buffer_size: int
@@ -27,6 +32,7 @@ class Settings:
     seed: int
     epochs: int | None
     overlong: Overlong
+    truncate_keep: Literal["start", "end"]
     packing: Packing
     append_eos: bool | Literal["auto"]
     empty: Literal["drop", "error"]
@@ -65,7 +71,9 @@ class Settings:
         )
         check_choices(
             {
+                "targets": (self.targets, get_args(Targets)),
                 "overlong": (self.overlong, get_args(Overlong)),
+                "truncate_keep": (self.truncate_keep, ("start", "end")),
                 "packing": (self.packing, get_args(Packing)),
                 "append_eos": (self.append_eos, (True, False, "auto")),
                 "empty": (self.empty, ("drop", "error")),
@@ -73,8 +81,18 @@ class Settings:
                 "bad": (self.bad, ("drop", "error")),
             }
         )
+        self._check_formats()
         self._check_lengths()
         self._check_kinds()
+
+    def _check_formats(self) -> None:
+        for format in self.format.values() if isinstance(self.format, Mapping) else [self.format]:
+            check_choices({"format": (format, get_args(Format))})
+            if format == "text" and self.targets not in ("auto", "all"):
+                raise ValueError(
+                    f"targets={self.targets!r} with format='text', of which every token is a target; pass the format "
+                    "of the examples, or targets='auto'"
+                )
 
     def _check_lengths(self) -> None:
         seq_len, multiple = self.seq_len, self.pad_to_multiple_of or 1
@@ -111,14 +129,18 @@ class Settings:
         """
         if tokenizer is not None and not callable(tokenizer):
             raise TypeError(f"tokenizer is {type(tokenizer).__name__}, not a Transformers tokenizer (or None)")
+        if tokenizer is None and self.format != "text":
+            raise ValueError(
+                f"format={self.format!r} needs a tokenizer, whose chat template makes text of conversations"
+            )
         if isinstance(source, Mixture):
             parts, mix = self._parts(source, tokenizer), self._mix(source)
         else:
-            for argument in ("text_column", "transform"):
+            for argument in ("format", "text_column", "transform"):
                 if isinstance(getattr(self, argument), Mapping):
                     raise TypeError(f"{argument} is a dict, which is for the sources of a Mixture; pass one value")
             one = as_source(source, lanes=self.lanes, name=self.source_name)
-            encoder, transform = self._encoder(tokenizer, self.text_column), self.transform
+            encoder, transform = self._encoder(tokenizer, self.format, self.text_column), self.transform
             parts, mix = [Part(source=one, encoder=encoder, transform=transform)], None  # type: ignore[arg-type]
         return Stream(
             parts=parts,
@@ -137,13 +159,14 @@ class Settings:
     def _parts(self, mixture: Mixture, tokenizer: Any) -> list[Part]:
         if self.source_name is not None:
             raise ValueError(f"source_name={self.source_name!r}: the sources of a Mixture have their names already")
-        columns, transforms = self.text_column, self.transform
-        for argument, given in (("text_column", columns), ("transform", transforms)):
+        formats, columns, transforms = self.format, self.text_column, self.transform
+        for argument, given in (("format", formats), ("text_column", columns), ("transform", transforms)):
             unknown = sorted(set(given) - set(mixture.sources)) if isinstance(given, Mapping) else []
             if unknown:
                 raise ValueError(f"{argument} names {unknown[0]!r}, the Mixture has {', '.join(mixture.sources)}")
         parts = []
         for name, data in mixture.sources.items():
+            format = formats.get(name, "text") if isinstance(formats, Mapping) else formats
             column = columns.get(name, "text") if isinstance(columns, Mapping) else columns
             transform = transforms.get(name) if isinstance(transforms, Mapping) else transforms
             source = as_source(data, lanes=self.lanes, name=None)
@@ -153,7 +176,8 @@ class Settings:
                     f"source {name!r} has {count} examples for lanes={self.lanes}, so some lanes would get none of it "
                     f"and could not keep its weight; use lanes={count} or fewer, or more examples"
                 )
-            parts.append(Part(source=source, encoder=self._encoder(tokenizer, column), transform=transform, name=name))
+            encoder = self._encoder(tokenizer, format, column)
+            parts.append(Part(source=source, encoder=encoder, transform=transform, name=name))
         return parts
 
     def _mix(self, mixture: Mixture) -> Mix:
@@ -162,15 +186,23 @@ class Settings:
             raise ValueError(f"epochs={self.epochs} with a Mixture of stop={mixture.stop!r}: {remedy}")
         return Mix(weights=tuple(mixture.weights.values()), by=mixture.by, stop=mixture.stop)
 
-    def _encoder(self, tokenizer: Any, text_column: Any) -> Encoder:
+    def _encoder(self, tokenizer: Any, format: Any, text_column: Any) -> Encoder:
         # `wrapped` cuts examples where rows end, so none is too long unless a policy or a limit says so.
         cuts_anyway = self.packing == "wrapped" and self.max_example_len is None and self.overlong in ("auto", "split")
         return Encoder(
             tokenizer,
+            format=format,
+            targets=self.targets,
             text_column=text_column,
             append_eos=self.append_eos,
             limit=None if cuts_anyway else self.max_example_len or self.seq_len,
-            policies=Policies(overlong=self.overlong, empty=self.empty, no_target=self.no_target, bad=self.bad),
+            policies=Policies(
+                overlong=self.overlong,
+                truncate_keep=self.truncate_keep,
+                empty=self.empty,
+                no_target=self.no_target,
+                bad=self.bad,
+            ),
             cuts_any=self.packing == "wrapped",
             vocab_size=self.vocab_size,
         )
@@ -189,11 +221,15 @@ class Settings:
 
     def _names(self, tokenizer: Any) -> dict[str, Any]:
         """More that identifies the stream. Plain values."""
-        columns, transforms = self.text_column, self.transform
+        formats, columns, transforms = self.format, self.text_column, self.transform
         return {
+            "format": None if tokenizer is None else dict(formats) if isinstance(formats, Mapping) else formats,
+            "targets": self.targets,
+            "chat_template": self._chat_template(tokenizer),
             "text_column": None if tokenizer is None else dict(columns) if isinstance(columns, Mapping) else columns,
             "append_eos": self.append_eos,
             "overlong": self.overlong,
+            "truncate_keep": self.truncate_keep,
             "empty": self.empty,
             "no_target": self.no_target,
             "bad": self.bad,
@@ -203,6 +239,12 @@ class Settings:
             if isinstance(transforms, Mapping)
             else _function_name(transforms),
         }
+
+    def _chat_template(self, tokenizer: Any) -> str | None:
+        """A fingerprint of the chat template, where one is used."""
+        formats = {*self.format.values()} if isinstance(self.format, Mapping) else {self.format}
+        is_used = formats != {"text"} and getattr(tokenizer, "chat_template", None)
+        return ChatTemplate(tokenizer).fingerprint() if is_used else None
 
 
 def _pad_token_id(tokenizer: Any) -> int:

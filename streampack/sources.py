@@ -26,10 +26,23 @@ import pyarrow as pa
 
 Example = Mapping[str, Any]
 
-FaultReason = Literal["malformed", "cut_short", "null", "missing", "type", "ragged", "labels", "padded", "vocabulary"]
+FaultReason = Literal[
+    "malformed",
+    "cut_short",
+    "null",
+    "missing",
+    "type",
+    "ragged",
+    "labels",
+    "padded",
+    "vocabulary",
+    "template",
+    "targets",
+]
 FAULTS: tuple[FaultReason, ...] = get_args(FaultReason)
 """Why an example is bad: it cannot be parsed (JSON, UTF-8); its file ends early; a column is null, not there, of a
-wrong type, ragged; labels contradict the ids; it is padded; ids are outside of the vocabulary."""
+wrong type, ragged; labels contradict the ids; it is padded; ids are outside of the vocabulary; the chat template fails
+on it, or makes a text of it in which nothing says what is a target."""
 
 
 class Fault:

@@ -14,6 +14,8 @@ from streampack.sources import Example, Fault, Source, where
 
 Chunk: TypeAlias = pa.Table | list[Example | Fault]
 """Consecutive examples of one shard. A fault stands for one that could not be read."""
+Hint: TypeAlias = str | Callable[[Sequence[str]], str]
+"""What to do where a column is missing; it may depend on the columns that are there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class Block:
         example: Any = self.data[pick]
         return _as_array(example[name])
 
-    def column(self, name: str, *, hint: str = "") -> "Column":
+    def column(self, name: str, *, hint: Hint = "") -> "Column":
         """A column by name. Where an example has no such column, or is none, its value is a Fault that says so.
 
         Args:
@@ -89,7 +91,7 @@ class Block:
         return Column([_value(example, name, hint) for example in self.data])
 
 
-def _value(example: Any, name: str, hint: str) -> Any:
+def _value(example: Any, name: str, hint: Hint) -> Any:
     if isinstance(example, Fault):
         return example
     if not isinstance(example, Mapping):
@@ -97,8 +99,9 @@ def _value(example: Any, name: str, hint: str) -> Any:
     return example[name] if name in example else missing(name, list(map(str, example)), hint)
 
 
-def missing(name: str, names: list[str], hint: str) -> Fault:
+def missing(name: str, names: list[str], hint: Hint) -> Fault:
     """An example that has no such column. hint: what to do about it."""
+    hint = hint if isinstance(hint, str) else hint(names)
     return Fault("missing", f"no column {name!r} (there are: {', '.join(names) or 'none'}); {hint}")
 
 

@@ -32,9 +32,10 @@ def block_of(data):
     )
 
 
-def encoder_of(tokenizer=None, *, limit=8, append_eos="auto", cuts_any=False, **policies):
+def encoder_of(tokenizer=None, *, limit=8, append_eos="auto", cuts_any=False, own=None, **policies):
     return Encoder(
         tokenizer,
+        **(own or {}),
         text_column="text",
         append_eos=append_eos,
         limit=limit,

@@ -305,7 +305,7 @@ def test_what_has_no_report_is_refused():
     with pytest.raises(ValueError, match=r"no column 'body' \(there are: text, id\); pass text_column"):
         make_report(PackedDataset(Shards([[{"text": "a", "id": 1}]]), word_tokenizer(), text_column="body", **SMALL))
     mixture = Mixture({"a": Shards([examples(5)]), "b": Shards([examples(5)])}, {"a": 1, "b": 1}, stop="each_once")
-    with pytest.raises(ValueError, match=r"report on each of its sources by itself: a, b"):
+    with pytest.raises(ValueError, match=r"report on its sources by themselves: a, b"):
         make_report(PackedDataset(mixture, **SMALL))
     with pytest.raises(ValueError, match=r"examples=0: must be at least 1"):
         make_report(PackedDataset(Shards([examples(5)]), **SMALL), examples=0)

@@ -1,0 +1,174 @@
+"""Texts to tokens: the calls of the tokenizer, one for many texts, and examples with a column of text."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from streampack.sources import Fault, FaultReason
+from streampack.spans import Mask, PlainEncoding
+from streampack.tables import Block, Hint
+from streampack.token_ids import Encoded, show
+
+_PROBE = "Hello  WORLD,\n\tdon't 12345 été ﬁ 日本 🙂"
+_T = TypeVar("_T")
+
+
+class TextTokenizer:
+    """A Transformers tokenizer, called for many texts at once, and its special tokens.
+
+    Args:
+        tokenizer: of Transformers, fast or not.
+        append_eos: "auto": end each text with eos_token_id where the tokenizer has one and the ids do not end with it
+            already; True: the same, but a tokenizer without one is an error; False: as the tokenizer makes them.
+    """
+
+    def __init__(self, tokenizer: Any, *, append_eos: bool | str) -> None:
+        self.tokenizer = tokenizer
+        self.eos = getattr(tokenizer, "eos_token_id", None) if append_eos else None
+        if append_eos is True and self.eos is None:
+            raise ValueError("append_eos=True, but the tokenizer has no eos_token_id; set tokenizer.eos_token")
+        self.bos = getattr(tokenizer, "bos_token_id", None)
+        self._specials: int | None = None
+        # Whether the Rust tokenizer inside gives the ids of the Python one around it, as it does unless that one is
+        # special; it is about a sixth faster. Found out on the first batch, with and without special tokens.
+        self._backend_is_enough: dict[bool, bool] = {}
+
+    def ids(self, texts: list[str], *, specials: bool) -> list[list[int]]:
+        """Token ids of texts.
+
+        specials: add the special tokens that the tokenizer adds to a text (not to one that a chat template made).
+        """
+        if not texts:
+            return []
+        if self._calls_backend(texts, specials):
+            backend = self.tokenizer.backend_tokenizer
+            return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=specials)]
+        return list(self._call(texts, specials)["input_ids"])
+
+    def encodings(self, texts: list[str], *, specials: bool) -> list[Any]:
+        """The same as `tokenizers.Encoding`s, which know the characters of each token (or `PlainEncoding`s)."""
+        if not texts:
+            return []
+        if self._calls_backend(texts, specials):
+            return list(self.tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=specials))
+        if getattr(self.tokenizer, "is_fast", False):
+            return list(self._call(texts, specials).encodings)
+        alone = self.ids(texts, specials=False)
+        whole = self.ids(texts, specials=True) if specials else alone
+        return [
+            PlainEncoding(text=text, ids=ids, special_tokens_mask=_added(ids, own), tokenize=self._tokenize)
+            for text, ids, own in zip(texts, whole, alone, strict=True)
+        ]
+
+    def _tokenize(self, text: str) -> list[int]:
+        return self.ids([text], specials=False)[0]
+
+    def _calls_backend(self, texts: list[str], specials: bool) -> bool:
+        backend: Any = getattr(self.tokenizer, "backend_tokenizer", None)
+        if not hasattr(backend, "encode_batch_fast") or backend.truncation is not None or backend.padding is not None:
+            return False
+        if specials not in self._backend_is_enough:
+            found = [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=specials)]
+            self._backend_is_enough[specials] = found == self._call(texts, specials)["input_ids"]
+        return self._backend_is_enough[specials]
+
+    def _call(self, texts: list[str], specials: bool) -> Any:
+        """truncation=False: over-long examples are this library's business; verbose=False silences only the warning
+        about them."""
+        return self.tokenizer(
+            texts,
+            add_special_tokens=specials,
+            truncation=False,
+            padding=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+
+    def framed(self, ids: list[int], targets: Mask | None = None) -> Encoded:
+        """The tokens of a text with end-of-sequence once, which is a target, and beginning-of-sequence not twice (where
+        the text has it already)."""
+        if self._specials is None:
+            self._specials = len(self.tokenizer("", verbose=False)["input_ids"])
+        if len(ids) <= self._specials:  # nothing of the text itself
+            return Encoded(np.zeros(0, dtype=np.int32), None)
+        if self.eos is not None and ids[-1] != self.eos:
+            ids.append(self.eos)
+            targets = None if targets is None else np.append(targets, True)
+        if self.bos is not None and len(ids) > 1 and ids[0] == ids[1] == self.bos:
+            ids = ids[1:]
+            targets = None if targets is None else targets[1:]
+        return Encoded(np.array(ids, dtype=np.int32), targets)
+
+
+class TextReader:
+    """Reads examples with a column of text: every token is a target."""
+
+    def __init__(self, tokenizer: TextTokenizer, *, column: str, hint: Hint) -> None:
+        self.tokenizer = tokenizer
+        self.column = column
+        self.hint = hint
+
+    def read(self, block: Block, picks: Sequence[int]) -> list[Encoded | Fault]:
+        """The tokens of the picked examples, or what is wrong with them."""
+        values = block.column(self.column, hint=self.hint).take(picks)
+        texts = [value if isinstance(value, str) else not_text(self.column, value) for value in values]
+        found = for_texts(texts, lambda those: self.tokenizer.ids(those, specials=True), name=self.column)
+        return [one if isinstance(one, Fault) else self.tokenizer.framed(one) for one in found]
+
+
+def not_text(column: str, value: Any) -> Fault:
+    """What is wrong with a value that should be text."""
+    if isinstance(value, Fault):
+        return value
+    reason: FaultReason = "null" if value is None else "malformed" if isinstance(value, str) else "type"
+    return Fault(reason, f"{column!r} is {show(value)}, not text")
+
+
+def for_texts(
+    texts: Sequence[str | Fault], call: Callable[[list[str]], Iterable[_T]], *, name: str
+) -> list[_T | Fault]:
+    """What one call gives for all texts, and the faults in their places. Texts that are not Unicode are faults, too.
+
+    name: of their column.
+    """
+    usable = [text for text in texts if isinstance(text, str)]
+    try:
+        found = iter(call(usable))
+    except (TypeError, UnicodeError):  # lone surrogates, which are no text: find them, and go on without
+        texts = [not_text(name, text) if isinstance(text, str) and not _is_unicode(text) else text for text in texts]
+        good = [text for text in texts if isinstance(text, str)]
+        if len(good) == len(usable):
+            raise
+        found = iter(call(good))
+    return [text if isinstance(text, Fault) else next(found) for text in texts]
+
+
+def _added(ids: list[int], own: list[int]) -> list[int]:
+    """1 for ids that the tokenizer added around those of the text itself, 0 for these."""
+    for before in range(len(ids) - len(own) + 1):
+        if ids[before : before + len(own)] == own:
+            return [1] * before + [0] * len(own) + [1] * (len(ids) - before - len(own))
+    return [0] * len(ids)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """Names a tokenizer by what decides the ids: vocabulary, special tokens and what it makes of a probe."""
+    ids = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
+    tokens = sorted(ids, key=ids.__getitem__)
+    own = " ".join(f"{token} {token.swapcase()}" for token in tokens[:: max(1, len(tokens) // 50)])
+    framing, *probe = (tokenizer(text, verbose=False)["input_ids"] for text in ("", _PROBE, own))
+    eos = getattr(tokenizer, "eos_token_id", None)
+    digest = hashlib.sha256("\n".join(tokens).encode(errors="surrogatepass"))
+    digest.update(repr((framing, probe, eos, sorted(ids.values())[-1:])).encode())
+    return f"{len(tokens)} tokens, {digest.hexdigest()[:16]}"
