@@ -286,15 +286,13 @@ class _Recorder:
         kept, rows = block, list[int | None](range(len(chunk)))
         if self.part.transform is not None:
             kept, rows = transformed(block, range(len(chunk)), self.part.transform)
-        picks = [row for row in rows if row is not None]
-        batch = self.part.encoder.batch
+        picks, batch = [row for row in rows if row is not None], self.part.encoder.batch
         encoded: list[Encoded | Fault] = []
         for first in range(0, len(picks), batch):
             encoded += self.part.encoder.tokens(kept, picks[first : first + batch])
         if not self._count and not index:
             _refuse_if_no_column(encoded, kept)
-        answers = iter(encoded)
-        piece = _Piece(len(chunk), sizes(chunk))
+        answers, piece = iter(encoded), _Piece(len(chunk), sizes(chunk))
         for place, row in enumerate(rows):
             answer = None if row is None else next(answers)
             if isinstance(answer, Fault):
