@@ -30,10 +30,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from data import SETS, functions, kept, lengths_of, show, show_versions, table_of_ids
 
-EXAMPLES, FILES = 20_000, 3
+EXAMPLES, FILES = 10_000, 3
 PLACES = (0.1, 0.5, 0.9)
-BATCH, ROUNDS = 8, 3
-TEXTS = 12_000
+BATCH, ROUNDS = 8, 2
+TEXTS = 6_000
 
 
 def ids_files(name: str) -> list[str]:
@@ -46,12 +46,12 @@ def ids_files(name: str) -> list[str]:
         values[ids.offsets.to_numpy()[:-1]] = np.arange(len(lengths))
         return pa.table({"input_ids": pa.ListArray.from_arrays(ids.offsets, pa.array(values))})
 
-    return _in_files(f"peers-{name}", table)
+    return _in_files(f"peers-{name}-{EXAMPLES}", table)
 
 
 def text_files() -> list[str]:
     """Parquet files of texts: functions of the standard library."""
-    return _in_files("peers-text", lambda: pa.table({"text": (functions() * 3)[:TEXTS]}))
+    return _in_files(f"peers-text-{TEXTS}", lambda: pa.table({"text": (functions() * 3)[:TEXTS]}))
 
 
 def _in_files(name: str, table: Any) -> list[str]:
