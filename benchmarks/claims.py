@@ -1,8 +1,8 @@
 """What the papers say, and whether the runs here show it: one line each, computed from the figures.
 
 A claim about loss, rows or memory is judged in each seed, between runs that began with the same weights: "reproduced"
-if it holds in all, "NOT reproduced" if in none, else "UNCLEAR". One about time is judged once, between those runs of the
-two ways that took least, since other programs on the machine only make a run slower.
+if it holds in all, "NOT reproduced" if in none, else "UNCLEAR". One about time is judged once, between those runs of
+the two ways that took least, since other programs on the machine only make a run slower.
 """
 
 from collections.abc import Callable, Sequence

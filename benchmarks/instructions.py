@@ -30,22 +30,26 @@ def functions_with_docstrings() -> list[Pair]:
 
 
 def _search_functions() -> list[Pair]:
+    return list(dict.fromkeys(pair for text in data.source_files() for pair in pairs_of_source(text)))
+
+
+def pairs_of_source(text: str) -> list[Pair]:
+    """(signature and docstring, body) of each function that has both."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(text)
+    except (SyntaxError, ValueError):  # wrong on purpose, in tests of the standard library
+        return []
+    lines = text.splitlines(keepends=True)
     found = []
-    for text in data.source_files():
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                tree = ast.parse(text)
-        except (SyntaxError, ValueError):  # wrong on purpose, for tests
-            continue
-        lines = text.splitlines(keepends=True)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node) and node.body[1:]:
-                border = node.body[0].end_lineno
-                prompt, body = lines[node.lineno - 1 : border], lines[border : node.end_lineno]
-                if body:  # else docstring and body are on one line
-                    found.append(("".join(prompt), "".join(body)))
-    return list(dict.fromkeys(found))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node) and node.body[1:]:
+            border = node.body[0].end_lineno
+            prompt, body = lines[node.lineno - 1 : border], lines[border : node.end_lineno]
+            if body:  # else docstring and body are on one line
+                found.append(("".join(prompt), "".join(body)))
+    return found
 
 
 def pairs_of_file(path: str) -> list[Pair]:

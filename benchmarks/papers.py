@@ -9,8 +9,9 @@ that do not fit into a row are left out for all ways alike. Measured:
 
 - rows, steps and padding of an epoch;
 - tokens/s: tokens without padding for a second of CPU time, batches included, evaluation not; of the seed that took
-  least, since other programs disturb. Two processes of one thread each run at a time. A GPU's variable-length kernels skip what examples of a row do not share; SDPA on a CPU
-  computes it under a mask, so one flat row of batch_size * seq_len tokens pays for all its square;
+  least, since other programs disturb. Two processes of one thread each run at a time. A GPU's variable-length kernels
+  skip what examples of a row do not share; SDPA on a CPU computes it under a mask, so one flat row of
+  batch_size * seq_len tokens pays for all its square;
 - MB: how far the peak of resident memory grows while training, in a process of its own;
 - validation loss: the mean over targets of held-out examples, each one alone, at equal epochs, at equal steps, at equal
   tokens with padding, at equal CPU time. The learning rate is the same everywhere, as in both papers.
