@@ -35,7 +35,7 @@ def mask_of(encoding: "Any | PlainEncoding", spans: Sequence[Span]) -> Mask:
     Raises:
         MergedTokens: only of a plain encoding.
     """
-    mask = np.zeros(len(encoding.ids), dtype=np.bool_)
+    mask = np.zeros(len(encoding), dtype=np.bool_)
     for start, end in spans:
         if start < end:
             mask[_tokens(encoding, start, end)] = True
@@ -47,13 +47,15 @@ def _tokens(encoding: "Any | PlainEncoding", start: int, end: int) -> slice:
     before its end. (The encoding is asked for single tokens: to make a list of all their places takes much longer.)"""
     if isinstance(encoding, PlainEncoding):
         return slice(encoding.border(start), encoding.border(end))
-    own, chars = _own_tokens(encoding), encoding.token_to_chars
-    first, after = encoding.char_to_token(start), own.stop
+    chars = encoding.token_to_chars
+    first, after = encoding.char_to_token(start), len(encoding)
+    last = chars(after - 1) if after else None
+    if first is not None and last is not None and last[0] < end:  # to the end of the text: most often
+        return slice(first, after)
+    own = _own_tokens(encoding)
     if first is None:  # white space that no token holds
         first = own.start + bisect.bisect_right(own, start, key=lambda token: chars(token)[1])
-    if own and chars(own.stop - 1)[0] >= end:
-        after = own.start + bisect.bisect_left(own, end, key=lambda token: chars(token)[0])
-    return slice(first, after)
+    return slice(first, own.start + bisect.bisect_left(own, end, key=lambda token: chars(token)[0]))
 
 
 def _own_tokens(encoding: Any) -> range:
@@ -82,6 +84,9 @@ class PlainEncoding:
     """1 where the tokenizer added a token to the text."""
     tokenize: Callable[[str], list[int]]
     """The ids of a text alone."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
 
     def border(self, at: int) -> int:
         """How many tokens come before a character, if the text before it has the same tokens when it stands alone."""

@@ -52,6 +52,10 @@ class ChatTemplate:
                     "{% endmacro %}' + tokenizer.chat_template"
                 )
         self.tokenizer = tokenizer
+        self._eos = getattr(tokenizer, "eos_token", None) or ""
+        # Whether the function inside of apply_chat_template gives the same texts, as it does unless the tokenizer is
+        # special: of messages that are plain dicts, without what is done before for others. Found out on the first.
+        self._renders_plainly: bool | None = None
         self._marks: dict[str, bool] = {}
         self._borders: dict[str, Borders | None] = {}
 
@@ -64,7 +68,8 @@ class ChatTemplate:
 
         only_last: the completion instead, or the last message, if it is an answer.
         """
-        if not only_last and any(self._has_marks(chat.tools) for chat in chats):
+        kinds = {chat.tools is None: chat.tools for chat in chats}  # there may be a template for chats with tools
+        if not only_last and any(self._has_marks(tools) for tools in kinds.values()):
             return self._for_all(chats, self._render_answers)
         texts = self.texts(chats)
         return [
@@ -95,10 +100,28 @@ class ChatTemplate:
         return [found[place] for place in range(len(chats))]
 
     def _render(self, chats: list[Chat]) -> list[str]:
+        if self._renders_plainly:
+            return self._render_plainly(chats, marks=False)[0]
         texts: list[str] = self.tokenizer.apply_chat_template(
             [chat.messages for chat in chats], tools=chats[0].tools, tokenize=False
         )
+        if self._renders_plainly is None:
+            self._renders_plainly = texts == self._render_plainly(chats, marks=False)[0]
         return texts
+
+    def _render_plainly(self, chats: list[Chat], *, marks: bool) -> tuple[list[str], list[list[Span]]]:
+        """The texts, and the parts that are marked, by the function that apply_chat_template calls."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        tools = chats[0].tools
+        found: tuple[list[str], list[list[Span]]] = render_jinja_template(
+            conversations=[chat.messages for chat in chats],
+            tools=tools,
+            chat_template=self.tokenizer.get_chat_template(tools=tools),
+            return_assistant_tokens_mask=marks,
+            **self.tokenizer.special_tokens_map,
+        )
+        return found
 
     def _render_answers(self, chats: list[Chat]) -> list[Rendered | Fault]:
         """By the marks of the template that goes with these tools, if it has them."""
@@ -107,17 +130,9 @@ class ChatTemplate:
             return [
                 self._find(text, chat, only_last=False) for text, chat in zip(self._render(chats), chats, strict=True)
             ]
-        # What apply_chat_template calls. The mask that it makes is not used: where a border is at a character that no
-        # token holds, Transformers 4.57 takes all that follows for a target, or nothing.
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        texts, marked = render_jinja_template(
-            conversations=[chat.messages for chat in chats],
-            tools=tools,
-            chat_template=self.tokenizer.get_chat_template(tools=tools),
-            return_assistant_tokens_mask=True,
-            **self.tokenizer.special_tokens_map,
-        )
+        # The mask that apply_chat_template would make of the marks is not used: where a border is at a character that
+        # no token holds, Transformers 4.57 takes all that follows for a target, or nothing.
+        texts, marked = self._render_plainly(chats, marks=True)
         return [_by_marks(text, list(spans), chat) for text, spans, chat in zip(texts, marked, chats, strict=True)]
 
     def _has_marks(self, tools: list[Any] | None) -> bool:
@@ -133,10 +148,9 @@ class ChatTemplate:
         before = len(messages) - 1 if chat.prompt is None else chat.prompt
         if only_last and chat.prompt is None and messages[-1]["role"] != "assistant":
             return Rendered(text, [])
-        render = self._renderer(chat.tools)
-        eos = getattr(self.tokenizer, "eos_token", None) or ""
+        render, eos = self._renderer(chat.tools), self._eos
         try:
-            borders = self._borders_for(chat.tools, eos)
+            borders = self._borders_for(chat.tools)
             spans = find_turns(text, messages, borders) if borders else None
             if only_last and (spans is None or before < len(messages) - 1):
                 spans = last_part(text, messages, before, render, eos=eos)
@@ -148,10 +162,10 @@ class ChatTemplate:
             return _failure(error)
         return Rendered(text, spans[-1:] if only_last else spans)
 
-    def _borders_for(self, tools: list[Any] | None, eos: str) -> Borders | None:
+    def _borders_for(self, tools: list[Any] | None) -> Borders | None:
         template = self.tokenizer.get_chat_template(tools=tools)
         if template not in self._borders:
-            self._borders[template] = learn_borders(self._renderer(None, template), eos=eos)
+            self._borders[template] = learn_borders(self._renderer(None, template), eos=self._eos)
         return self._borders[template]
 
     def _renderer(self, tools: list[Any] | None, template: str | None = None) -> Render:

@@ -267,7 +267,7 @@ def test_the_borders_and_the_prefixes_find_the_same(name: str, data: Any) -> Non
     text, render, borders = (
         template.texts([Chat(messages)])[0],
         template._renderer(None),
-        template._borders_for(None, "</s>"),
+        template._borders_for(None),
     )
     assert borders is not None
     assert isinstance(text, str)
@@ -292,6 +292,7 @@ def test_usual_conversations_are_found_by_borders_with_one_rendering_each(
         return render(conversation, **arguments)
 
     monkeypatch.setattr(tokenizer, "apply_chat_template", counted)
+    monkeypatch.setattr(template, "_renders_plainly", False)
     assert template.with_answers(chats, only_last=False) == first
     assert calls == [3]
 
