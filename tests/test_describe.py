@@ -84,8 +84,8 @@ def test_what_it_would_refuse_names_the_values():
         "another source (12 lists)",
         "another tokenizer (none)",
         "other settings: num_shards, seq_len, lanes, buffer_size, packing, max_examples_per_row, pad_to_multiple_of, "
-        "max_example_len, shuffle, shuffle_block, seed, epochs, text_column, append_eos, overlong, empty, no_target, "
-        "bad, vocab_size, pad_token_id",
+        "max_example_len, shuffle, shuffle_block, seed, epochs, format, targets, chat_template, text_column, "
+        "append_eos, overlong, truncate_keep, empty, no_target, bad, vocab_size, pad_token_id",
         "a number of ranks that does not divide lanes=4: use 1, 2 or 4",
     ]
     one = describe_state(loader_after(3, rank=1, world_size=2).state_dict())
