@@ -30,10 +30,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from data import SETS, functions, kept, lengths_of, show, show_versions, table_of_ids
 
-EXAMPLES, FILES = 10_000, 3
+EXAMPLES, FILES = 5_000, 3
 PLACES = (0.1, 0.5, 0.9)
 BATCH, ROUNDS = 8, 2
-TEXTS = 6_000
+TEXTS = 4_000
 
 
 def ids_files(name: str) -> list[str]:
@@ -192,6 +192,7 @@ def main() -> int:
         line, whole = line_of_rows(name, files["ids"], seq_len, total)
         rows.append(line)
         resumes.append(lines_of_resume(name, files["ids"], seq_len, whole))
+        print(line, resumes[-1], file=sys.stderr, flush=True)  # it takes a while
     print(f"Rows of {seq_len}, {EXAMPLES} examples of {arguments.set} as token ids, {total / 1e6:.1f} Mtoken:\n")
     show(["way", "rows", "fill", "tokens lost", "same rows with 1 / 2 workers"], rows)
     print("Resume at " + " / ".join(f"{place:.0%}" for place in PLACES) + " of the rows, same number of processes:\n")

@@ -21,6 +21,7 @@ import streampack
 from streampack.cli import main
 from streampack.views import row_view
 
+from .chat_templates import CHATML
 from .streams import examples, write_jsonl
 from .tiny_tokenizers import byte_tokenizer, word_tokenizer
 
@@ -124,6 +125,40 @@ def test_sources_of_every_kind_have_the_same_lengths(run, folder, source):
     assert report["epoch"]["tokens"]["value"] == sum(lengths)
     assert report["lengths"]["quantiles"]["100"] == max(lengths)
     assert report["read"]["is_all"]
+
+
+def test_a_chat_set_is_reported_planned_shown_and_traced_as_it_is_trained_on(run, folder):
+    chats = [
+        [
+            {"role": "user", "content": f"What is {n} + {n}?"},
+            {"role": "assistant", "content": f"It is {2 * n}." * (n % 5)},
+        ]
+        for n in range(1, 60)
+    ]
+    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(folder / "chat_tokenizer")
+    source = streampack.Files(str(folder / "chats.jsonl"))
+    dataset = streampack.PackedDataset(source, tokenizer, format="messages", seq_len=256, lanes=2)
+    loader = streampack.PackedLoader(dataset, batch_size=2)
+    steps = [loader.provenance for _ in loader]
+    stats = loader.stats
+    command = "chats.jsonl --tokenizer chat_tokenizer --format messages --seq-len 256 --lanes 2"
+
+    report = json.loads(output_of(run, f"report {command} --seq-lens 256 --buffer-sizes 256 --all --json -"))
+    assert report["epoch"]["rows"]["value"] == stats["rows"]
+    assert report["epoch"]["tokens"]["value"] == stats["tokens"]
+    assert re.search(rf"^ +rows +{stats['rows']}$", output_of(run, f"plan {command}"), re.MULTILINE)
+    shown = output_of(run, f"show {command} --rows 1")
+    assert "What is " in shown
+    assert re.search(r"«It is \d+\.", shown)  # the answer is a target
+    traced = output_of(run, f"trace --source {command} --step 1 --batch-size 2")
+    indices = [index for row in steps[1] for _, _, index in row]
+    assert [int(found) for found in re.findall(r"chats\.jsonl, (\d+)", traced)] == indices
+    status, _, error = run("report chats.jsonl --tokenizer chat_tokenizer --seq-len 256")
+    assert status == 2
+    assert "no column 'text' (there are: messages); pass --format 'messages'" in error
 
 
 def test_token_ids_need_no_tokenizer_and_a_sample_says_that_it_is_one(run):
