@@ -1,6 +1,7 @@
 """Real process groups: gloo ranks with real DataLoader workers give the one row sequence and resume on other ranks."""
 
 import json
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -27,9 +28,22 @@ def run_ranks(
     """Run `work(make(), *arguments)` on `world_size` gloo ranks; what each returned, in rank order."""
     folder.mkdir()
     torch.multiprocessing.start_processes(
-        _rank, args=(work, world_size, str(folder), arguments, make), nprocs=world_size, start_method="fork"
+        _rank, args=(work, world_size, str(folder), arguments, make), nprocs=world_size, start_method=_start_method()
     )
     return [json.loads((folder / f"rank-{rank}").read_text()) for rank in range(world_size)]
+
+
+def _start_method() -> str:
+    """Forked ranks start at once. Where autograd has begun threads of its own in this process (which depends on the
+    tests before), it does not work in forked ones: then new ones."""
+    child = os.fork()
+    if child == 0:
+        try:
+            torch.ones(1, requires_grad=True).sum().backward()
+        except RuntimeError:
+            os._exit(1)
+        os._exit(0)
+    return "fork" if os.waitpid(child, 0)[1] == 0 else "spawn"
 
 
 def _rank(
