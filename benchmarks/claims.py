@@ -20,7 +20,7 @@ SAME_LOSS = 0.004
 LEAST = 0.002
 """A smaller difference in loss is none."""
 FASTER = 1.1
-"""A smaller ratio of speeds is none: runs of the same way differ by as much."""
+"""A smaller ratio of speeds is none: concatenation and random packing, the same work, differed by as much."""
 LIMITED = 0.05
 """A difference in loss that is called limited here; the papers give no figure."""
 
