@@ -74,14 +74,17 @@ def pairs_of_file(path: str) -> list[Pair]:
 
 def small_tokenizer(texts: Iterable[str], *, vocabulary: int = VOCABULARY) -> Any:
     """Byte-pair encoding trained on these texts, as a Transformers tokenizer."""
-    from tokenizers import ByteLevelBPETokenizer
+    from tokenizers import ByteLevelBPETokenizer, Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     backend = ByteLevelBPETokenizer()
     special = ["<eos>", "<pad>"]
     backend.train_from_iterator(texts, vocabulary, special_tokens=special, show_progress=False)
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend._tokenizer, eos_token="<eos>", pad_token="<pad>", clean_up_tokenization_spaces=False
+        tokenizer_object=Tokenizer.from_str(backend.to_str()),
+        eos_token="<eos>",
+        pad_token="<pad>",
+        clean_up_tokenization_spaces=False,
     )
 
 
