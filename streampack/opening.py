@@ -69,30 +69,9 @@ def open_tokenizer(name: str) -> Any:
 
 
 SETTINGS = (
-    *(
-        "seq_len",
-        "format",
-        "targets",
-        "text_column",
-        "lanes",
-        "buffer_size",
-        "shuffle",
-        "shuffle_block",
-        "seed",
-        "epochs",
-    ),
-    *(
-        "overlong",
-        "truncate_keep",
-        "packing",
-        "append_eos",
-        "empty",
-        "no_target",
-        "bad",
-        "vocab_size",
-        "max_example_len",
-    ),
-    *("max_examples_per_row", "pad_to_multiple_of", "pad_token_id"),
+    *("seq_len", "format", "targets", "text_column", "lanes", "buffer_size", "shuffle", "shuffle_block", "seed"),
+    *("epochs", "overlong", "truncate_keep", "packing", "append_eos", "empty", "no_target", "bad", "vocab_size"),
+    *("max_example_len", "max_examples_per_row", "pad_to_multiple_of", "pad_token_id"),
 )
 """The arguments of PackedDataset that a saved state holds, all under these names."""
 

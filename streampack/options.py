@@ -7,39 +7,12 @@ from streampack.chats import Targets
 from streampack.conversations import Format
 from streampack.encode import Overlong
 from streampack.ending import AtEnd
+from streampack.opening import SETTINGS
 from streampack.packing import Packing
 from streampack.report import BUFFER_SIZES, SAMPLE
 from streampack.show import CHARACTERS
 
-SETTING_FLAGS = {
-    name: "--" + name.replace("_", "-")
-    for name in (
-        *(
-            "seq_len",
-            "format",
-            "targets",
-            "text_column",
-            "lanes",
-            "buffer_size",
-            "shuffle",
-            "shuffle_block",
-            "seed",
-            "epochs",
-        ),
-        *(
-            "overlong",
-            "truncate_keep",
-            "packing",
-            "append_eos",
-            "empty",
-            "no_target",
-            "bad",
-            "vocab_size",
-            "max_example_len",
-        ),
-        *("max_examples_per_row", "pad_to_multiple_of", "pad_token_id", "source_name"),
-    )
-}
+SETTING_FLAGS = {name: "--" + name.replace("_", "-") for name in (*SETTINGS, "source_name")}
 """Arguments of PackedDataset: the options that set them."""
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
