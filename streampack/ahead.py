@@ -70,8 +70,8 @@ class WorkAhead(Generic[T]):
             while not (self._waits or self._stop.is_set() or len(self._made) >= self._depth or self._error):
                 with self._making:
                     self._make()
-            self._room.clear()
-            if len(self._made) >= self._depth and not self._waits:
+            self._room.clear()  # whoever sets it changes what is asked next before: no call to go on is lost
+            if len(self._made) >= self._depth and not (self._waits or self._stop.is_set()):
                 self._room.wait()
         self._stop.wait()
         self._source.close()
