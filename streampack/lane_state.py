@@ -34,6 +34,10 @@ COUNTS = (
 )
 """A lane's counters: rows made, segments and real tokens and targets in them; examples taken, those split, tokens cut
 off by truncation, tokens of rows left out since they held no target; examples left out, by reason."""
+COMMON = 6
+"""The counters from here on are 0 in most lanes, and then not written."""
+SAME = -1
+"""In place of the number of an example: the one before it."""
 
 
 @dataclass(slots=True)  # not frozen, which would take twice as long to make
@@ -105,16 +109,18 @@ class LaneState:
 
     def to_json(self) -> str:
         feeds = ",".join([feed.to_json() for feed in self.feeds])
+        counts = self.counts if any(self.counts[COMMON:]) else self.counts[:COMMON]
         return (
-            f'[[{feeds}],"{_pack(self.arrivals)}",{self.planned},{_integers(self.counts)},{_integers(self.given)},'
+            f'[[{feeds}],"{_pack(self.arrivals)}",{self.planned},{_integers(counts)},{_integers(self.given)},'
             f"{int(self.done)}]"
         )
 
     @staticmethod
     def from_json(text: str) -> "LaneState":
         feeds, arrivals, planned, counts, given, done = json.loads(text)
+        counts = (*counts, *[0] * (len(COUNTS) - len(counts)))
         return LaneState(
-            tuple(map(FeedState.from_list, feeds)), _unpack(arrivals), planned, tuple(counts), tuple(given), bool(done)
+            tuple(map(FeedState.from_list, feeds)), _unpack(arrivals), planned, counts, tuple(given), bool(done)
         )
 
     @staticmethod
@@ -152,22 +158,24 @@ def _integers(numbers: Iterable[int]) -> str:
 
 
 def _runs(fragments: Iterable[tuple[int, tuple[int, ...]]], base: int) -> str:
-    """Fragments as number - base, first token, step, how many, one after the other: most rise in equal steps."""
-    return f"[{','.join([f'{number - base}{run}' for number, starts in fragments for run in _runs_of(starts)])}]"
+    """Fragments as number - base, first token, step, how many, one after the other: most rise in equal steps. Of those
+    that do not each is a run of its own, with SAME instead of the number from the second on."""
+    return f"[{','.join([f'{number - base}{_runs_of(starts)}' for number, starts in fragments])}]"
 
 
 @lru_cache(maxsize=4096)  # the same ones come again and again, from row to row and from example to example
-def _runs_of(starts: tuple[int, ...]) -> tuple[str, ...]:
+def _runs_of(starts: tuple[int, ...]) -> str:
     first, many = starts[0], len(starts)
     step = starts[1] - first if many > 1 else 0
     if many <= 2 or starts == tuple(range(first, starts[-1] + 1, step)):
-        return (f",{first},{step},{many}",)
-    return tuple(f",{start},0,1" for start in starts)
+        return f",{first},{step},{many}"
+    return f",{SAME}".join(f",{start},0,1" for start in starts)
 
 
 def _from_runs(runs: Sequence[int], base: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
     fragments: dict[int, tuple[int, ...]] = {}
-    for number, first, step, many in zip(runs[::4], runs[1::4], runs[2::4], runs[3::4], strict=True):
-        starts = tuple(first + step * place for place in range(many))
-        fragments[base + number] = fragments.get(base + number, ()) + starts
+    number = 0
+    for named, first, step, many in zip(runs[::4], runs[1::4], runs[2::4], runs[3::4], strict=True):
+        number = number if named == SAME else base + named
+        fragments[number] = fragments.get(number, ()) + tuple(first + step * place for place in range(many))
     return tuple(fragments.items())

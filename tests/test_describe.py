@@ -128,7 +128,7 @@ def test_states_of_two_streams_differ_by_what_is_refused():
 
 def test_what_is_no_state_of_this_version_is_refused():
     state = loader_after(2).state_dict()
-    with pytest.raises(StateError, match="format version 1, this streampack reads version 2"):
+    with pytest.raises(StateError, match="format version 1, this streampack reads version 3"):
         describe_state({**state, "version": 1})
     with pytest.raises(StateError, match="not a streampack state: dict"):
         describe_state({"rows": 3})

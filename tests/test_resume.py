@@ -311,7 +311,7 @@ def test_a_state_of_other_data_or_another_version_is_refused() -> None:
     state = json.loads(json.dumps(Ranks(stream, 1, 0).state()))
     with pytest.raises(StateError, match=r"source='1 lists'.*source='2 lists'"):
         check(state, stream=make_stream(Shards([examples(10), examples(3)])).identity())
-    with pytest.raises(StateError, match="format version 0, this streampack reads version 2"):
+    with pytest.raises(StateError, match="format version 0, this streampack reads version 3"):
         check({**state, "version": 0}, stream=stream.identity())
     with pytest.raises(StateError, match="not a streampack state: dict"):
         check({}, stream=stream.identity())
