@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import re
 import sys
 import warnings
@@ -37,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: _write_warning(message)
             commands[options.command](options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads the output, such as `head`, has seen enough; nor may the exit try to write it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, TypeError, OSError, ImportError) as error:
         sys.stderr.write(f"streampack: {_as_flags(' '.join(str(error).split()))}\n")
         return 2

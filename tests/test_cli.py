@@ -361,7 +361,7 @@ ERRORS = {
     "report ids.jsonl --seq-len 1": r"seq_len=1: must be at least 2",
     "plan ids.jsonl --seq-len 64 --ranks 3": r"lanes=16 cannot be dealt evenly to world_size=3 ranks; .*",
     "trace old.json --source ids.jsonl --step 3": (
-        r"old.json: cannot resume: the state has format version 1, this streampack reads version 2; resume with .*"
+        r"old.json: cannot resume: the state has format version 1, this streampack reads version 3; resume with .*"
     ),
     "trace nothing.json --source ids.jsonl --step 3": r".*No such file or directory: 'nothing.json'",
     "state ids.jsonl": r"ids.jsonl is damaged, no whole JSON: .*",
@@ -381,21 +381,33 @@ def test_an_error_is_one_line_that_says_what_to_do(run, folder, command):
     assert re.fullmatch(rf"streampack: {ERRORS[command]}\n", error), error
 
 
-def test_the_program_exits_with_2_and_without_a_traceback(folder):
-    command = [sys.executable, "-m", "streampack", "report", "missing.jsonl", "--seq-len", "64"]
-    package = str(Path(streampack.__file__).parents[1])
-    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        command,
+def program(folder, command, **streams):
+    """Run the command line as a program of its own."""
+    path = os.pathsep.join(filter(None, (str(Path(streampack.__file__).parents[1]), os.environ.get("PYTHONPATH"))))
+    return subprocess.run(
+        [sys.executable, "-m", "streampack", *command.split()],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
+        stderr=subprocess.PIPE,
         text=True,
         timeout=120,
         check=False,
+        **streams,
     )
+
+
+def test_the_program_exits_with_2_and_without_a_traceback(folder):
+    done = program(folder, "report missing.jsonl --seq-len 64", stdout=subprocess.PIPE)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"streampack: no file matches 'missing.jsonl' (in {folder})\n"
+
+
+def test_a_reader_that_has_seen_enough_ends_the_program_without_a_word(folder):
+    reading, writing = os.pipe()
+    os.close(reading)  # as `| head` does once it has its lines
+    done = program(folder, "show ids.jsonl --seq-len 64 --rows 3", stdout=writing)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_without_rich_and_matplotlib_the_extra_is_named(run, monkeypatch):
