@@ -81,7 +81,7 @@ class Feed:
         assert isinstance(item, Item)
         number = item.number
         if item.start == 0:
-            self._take(number, item.origin[0], waits=1)
+            self._take(number, item.epoch, waits=1)
             self._counts["examples"] += 1
             self._counts["truncated_tokens"] += item.truncated
             if item.is_last:

@@ -35,8 +35,11 @@ class Item:
     targets: npt.NDArray[np.bool_] | None
     cells: int
     """Cells that it takes in a row: its tokens, rounded up to pad_to_multiple_of."""
-    origin: tuple[int, int, int, int, int]
-    """(epoch, shard, index, first token, tokens)"""
+    epoch: int
+    shard: int
+    """Of the example, numbered among the shards of all sources."""
+    index: int
+    """Of the example in its shard."""
     is_last: bool
     """No fragment of the example comes after it."""
     truncated: int = 0
@@ -49,23 +52,15 @@ class Item:
     def cut(self, tokens: int) -> "tuple[Item, Item]":
         """The first `tokens` tokens, and the rest."""
         first, rest = slice(0, tokens), slice(tokens, None)
-        targets, (epoch, shard, index, start, all_tokens) = self.targets, self.origin
+        targets = [None if self.targets is None else self.targets[part] for part in (first, rest)]
         return (
-            replace(
-                self,
-                ids=self.ids[first],
-                targets=None if targets is None else targets[first],
-                cells=tokens,
-                origin=(epoch, shard, index, start, tokens),
-                is_last=False,
-            ),
+            replace(self, ids=self.ids[first], targets=targets[0], cells=tokens, is_last=False),
             replace(
                 self,
                 start=self.start + tokens,
                 ids=self.ids[rest],
-                targets=None if targets is None else targets[rest],
+                targets=targets[1],
                 cells=self.cells - tokens,
-                origin=(epoch, shard, index, start + tokens, all_tokens - tokens),
                 truncated=0,
             ),
         )
@@ -194,16 +189,16 @@ class ItemReader:
             kept, rows = transformed(block, picks, self.transform)
         encoded = iter(self.encoder.encode(kept, [row for row in rows if row is not None]))
         shards, indices = (block.shards[picks] + self.first_shard).tolist(), block.indices[picks].tolist()
-        epoch, limit, multiple, feed = block.position.epoch, self.limit or _NO_LIMIT, self.multiple, self.feed
+        epoch, limit, feed = block.position.epoch, self.limit or _NO_LIMIT, self.feed
         found: list[Item | Dropped] = []
         for number, row, shard, index in zip(numbers, rows, shards, indices, strict=True):
             example = "transform" if row is None else next(encoded)
             if isinstance(example, Encoded):
                 ids = example.ids
-                tokens = len(ids)
-                if tokens <= limit:
-                    cells, origin = -(-tokens // multiple) * multiple, (epoch, shard, index, 0, tokens)
-                    found.append(Item(number, 0, ids, example.targets, cells, origin, True, example.truncated, feed))
+                if len(ids) <= limit:
+                    cells, targets = self._cells(len(ids)), example.targets
+                    item = Item(number, 0, ids, targets, cells, epoch, shard, index, True, example.truncated, feed)
+                    found.append(item)
                 else:
                     found.extend(self._fragments(number, example, (epoch, shard, index), limit))
             elif isinstance(example, Fault):
@@ -217,8 +212,11 @@ class ItemReader:
         tokens = len(example.ids)
         for start, stop in _cuts(tokens, limit):
             targets = None if example.targets is None else example.targets[start:stop]
-            cells, origin = -(-(stop - start) // self.multiple) * self.multiple, (*place, start, stop - start)
-            yield Item(number, start, example.ids[start:stop], targets, cells, origin, stop == tokens, 0, self.feed)
+            cells, is_last = self._cells(stop - start), stop == tokens
+            yield Item(number, start, example.ids[start:stop], targets, cells, *place, is_last, 0, self.feed)
+
+    def _cells(self, tokens: int) -> int:
+        return tokens if self.multiple == 1 else -(-tokens // self.multiple) * self.multiple
 
 
 def transformed(block: Block, picks: Sequence[int], transform: Transform) -> tuple[Block, list[int | None]]:

@@ -95,7 +95,7 @@ class Lane:
                 self._count_row(row, items, targets)
                 return row
             self.counts["no_target_tokens"] += len(row.ids)
-            epoch = items[0].origin[0]
+            epoch = items[0].epoch
             barren = epoch if barren is None else barren
             if self.stop_epoch is None and epoch > barren + 1:
                 raise ValueError(
@@ -180,20 +180,22 @@ class Lane:
         return [
             place
             for place, item in enumerate(self._items)
-            if epochs.setdefault(item.origin[1:3], item.origin[0]) == item.origin[0]
+            if epochs.setdefault((item.shard, item.index), item.epoch) == item.epoch
         ]
 
     def _left_of_epoch(self) -> int:
         """How many items wait of the oldest epoch, if those of the next have come in behind them; else 0."""
-        epoch = self._items[0].origin[0]
-        if self._items[-1].origin[0] == epoch:
+        epoch = self._items[0].epoch
+        if self._items[-1].epoch == epoch:
             return 0
-        return sum(item.origin[0] == epoch for item in self._items)
+        return sum(item.epoch == epoch for item in self._items)
 
     def _crossing_row(self, olds: int) -> list[int]:
         """The row that ends an epoch: all that waits of it, and nothing of the next that the row already holds."""
-        held = {item.origin[1:3] for item in self._items[:olds]}
-        places = [place for place, item in enumerate(self._items) if place < olds or item.origin[1:3] not in held]
+        held = {(item.shard, item.index) for item in self._items[:olds]}
+        places = [
+            place for place, item in enumerate(self._items) if place < olds or (item.shard, item.index) not in held
+        ]
         row = first_row(
             resolve(self.packer.packing, tokens=0, count=1, seq_len=self.packer.seq_len),
             [self._cells[place] for place in places],
@@ -233,7 +235,7 @@ class Lane:
 
     def _row(self, items: list[Item]) -> Row:
         lengths = np.array([item.cells for item in items], dtype=np.int64)
-        origin = np.array([item.origin for item in items], dtype=np.int64)
+        origin = np.array([(item.epoch, item.shard, item.index, item.start, len(item.ids)) for item in items])
         if self.packer.pad_to_multiple_of == 1 and all(item.targets is None for item in items):
             return Row(ids=np.concatenate([item.ids for item in items]), lengths=lengths, targets=None, origin=origin)
         # Padding to a multiple lies inside the example's segment, and is not a target.
@@ -249,11 +251,11 @@ class Lane:
         counts = self.counts
         counts["rows"] += 1
         counts["segments"] += len(items)
-        counts["tokens"] += sum([item.origin[4] for item in items])
+        counts["tokens"] += sum([len(item.ids) for item in items])
         counts["loss_tokens"] += targets
         if self.mix is not None:
             for item in items:
-                self._given[item.feed] += item.origin[4]
+                self._given[item.feed] += len(item.ids)
 
     # ---- buffer --------------------------------------------------------------------------------------------------
 
@@ -292,14 +294,14 @@ class Lane:
 
     def _may_enter(self, item: Item) -> bool:
         """The next epoch enters only when what waits of this one fits into one row, which then takes all of it."""
-        if not self._items or item.origin[0] == (epoch := self._items[0].origin[0]):
+        if not self._items or item.epoch == (epoch := self._items[0].epoch):
             return True
-        olds = [cells for cells, old in zip(self._cells, self._items, strict=True) if old.origin[0] == epoch]
+        olds = [cells for cells, old in zip(self._cells, self._items, strict=True) if old.epoch == epoch]
         fits = sum(olds) <= self.packer.seq_len and len(olds) <= (self.packer.max_examples or len(olds))
-        return fits and item.origin[0] == epoch + 1
+        return fits and item.epoch == epoch + 1
 
     def _count_epoch(self, item: Item, change: int) -> None:
-        key = item.feed, item.origin[0]
+        key = item.feed, item.epoch
         self._epochs[key] += change
         if not self._epochs[key]:
             del self._epochs[key]

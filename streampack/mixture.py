@@ -96,7 +96,7 @@ class Mix:
             if (
                 self.stop == "all_seen"
                 and stop_epoch is not None
-                and item.origin[0] >= stop_epoch
+                and item.epoch >= stop_epoch
                 and all(other.epoch[0] >= stop_epoch for other in others)
             ):
                 return None

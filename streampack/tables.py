@@ -146,6 +146,13 @@ class Column:
             return piece if piece.dtype != object else _as_array(piece.tolist())
         return _as_array(self._values[pick] if isinstance(self._values, list) else self._values[pick].as_py())
 
+    def arrays(self, picks: Sequence[int]) -> list[Any]:
+        """`array` of each."""
+        if self._lists is None or self._lists[0].dtype == object:
+            return [self.array(pick) for pick in picks]
+        values, offsets, valid = self._lists
+        return [values[offsets[pick] : offsets[pick + 1]] if valid[pick] else None for pick in picks]
+
 
 def list_columns(table: pa.Table) -> list[str]:
     """The columns of a table that hold a list for each example."""
@@ -230,6 +237,11 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str | bytes | Mapping)
 
 
+def _fits(values: npt.NDArray[Any], dtype: type[np.signedinteger[Any]]) -> bool:
+    limits = np.iinfo(dtype)
+    return bool(len(values) and values.min() >= limits.min and values.max() <= limits.max)
+
+
 def _flatten(column: pa.ChunkedArray) -> tuple[npt.NDArray[Any], list[int], list[bool]]:
     """(values, offsets [n + 1], not null [n]) of a column of lists. Integers become int32 where they fit."""
     valid = column.is_valid().to_numpy().tolist() if column.null_count else [True] * len(column)
@@ -239,6 +251,6 @@ def _flatten(column: pa.ChunkedArray) -> tuple[npt.NDArray[Any], list[int], list
         values = np.array(inner.to_pylist(), dtype=object)  # its dtype tells the caller that these are not integers
     else:
         values = inner.to_numpy()
-    if values.dtype.kind in "iu" and len(values) and values.min() >= -(2**31) and values.max() < 2**31:
+    if np.can_cast(values.dtype, np.int32) or (values.dtype.kind in "iu" and _fits(values, np.int32)):
         values = values.astype(np.int32)  # also a copy, which lets go of the table
     return values, offsets.tolist(), valid  # lists: single elements are fetched much faster than from arrays

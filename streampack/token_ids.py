@@ -70,7 +70,7 @@ class IdReader:
         if attention is not None and attention.is_all_ones:
             attention = None
         if ids.holds_ids(below=self._below) and targets is None and attention is None:
-            arrays = [ids.array(pick) for pick in picks]
+            arrays = ids.arrays(picks)
             return [Encoded(array, None) if array is not None else self._read(array) for array in arrays]
         return [
             self._read(
