@@ -7,15 +7,15 @@ attention.py makes of a batch what kernels take that are called without Transfor
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, Literal, get_args
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from streampack.loss import LossWeighting, check_weighting, shift, weights_of
-from streampack.rows import IGNORE, Row, lay_out
+from streampack.rows import IGNORE, Row, added_up, lay_out
 
 LayoutName = Literal["flat", "rows"]
 Batch = dict[str, Any]
@@ -36,28 +36,28 @@ def packed_row(row: Row, *, seq_len: int | None, pad_token_id: int, examples: li
     """A row as tensors. seq_len=None: it is as long as it is."""
     width = seq_len or max(1, len(row.ids))
     layout = lay_out([row], widths=[width], pad_token_id=pad_token_id)
-    lengths = np.diff(layout.cu_seqlens[0])
+    lengths = layout.segments[0]
     packed = PackedRow(
         input_ids=torch.from_numpy(layout.input_ids),
         labels=torch.from_numpy(layout.labels),
         position_ids=torch.from_numpy(layout.position_ids),
         seq_idx=torch.from_numpy(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)),
-        cu_seqlens=torch.from_numpy(layout.cu_seqlens[0]),
-        max_seqlen=layout.max_seqlen[0],
+        cu_seqlens=torch.from_numpy(added_up(lengths)),
+        max_seqlen=max(lengths),
         num_loss_tokens=row.num_loss_tokens,
         examples=examples,
     )
     if seq_len is None:
         packed["pad_token_id"] = pad_token_id
     tokens = _segment_tokens(row, lengths)
-    if not np.array_equal(tokens, lengths):
-        packed["segment_tokens"] = torch.from_numpy(tokens.astype(np.int32))
+    if tokens != lengths:
+        packed["segment_tokens"] = torch.tensor(tokens, dtype=torch.int32)
     return packed
 
 
-def _segment_tokens(row: Row, lengths: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _segment_tokens(row: Row, lengths: list[int]) -> list[int]:
     """Tokens of each segment; those of the padding tail are its cells."""
-    return np.concatenate([row.origin[:, 4], lengths[len(row.origin) :]])
+    return [*row.origin[:, 4].tolist(), *lengths[len(row.origin) :]]
 
 
 class Collator:
@@ -119,12 +119,12 @@ class Collator:
             width = max(len(row["input_ids"]) for row in rows)
             rows = [_padded(row, width) for row in rows]
         joined = [torch.cat([row[key] for row in rows]) for key in ("input_ids", "labels", "position_ids")]
-        ends = [row["cu_seqlens"].numpy() for row in rows]
+        segments = [row["cu_seqlens"].diff().tolist() for row in rows]
         tokens = [
-            row["segment_tokens"].numpy() if "segment_tokens" in row else np.diff(one)
-            for row, one in zip(rows, ends, strict=True)
+            row["segment_tokens"].tolist() if "segment_tokens" in row else lengths
+            for row, lengths in zip(rows, segments, strict=True)
         ]
-        return self._batch(joined, ends, tokens, max(row["max_seqlen"] for row in rows))
+        return self._batch(joined, segments, tokens)
 
     def compact(self, rows: Sequence[Row], *, seq_len: int | None, pad_token_id: int) -> Batch:
         """A batch of compact rows, laid out together. seq_len=None: rows have no fixed length."""
@@ -137,51 +137,50 @@ class Collator:
         arrays = [torch.from_numpy(array) for array in (layout.input_ids, layout.labels, layout.position_ids)]
         tokens = []
         if self.cu_seqlens_padded:
-            tokens = [_segment_tokens(row, np.diff(ends)) for row, ends in zip(rows, layout.cu_seqlens, strict=True)]
-        return self._batch(arrays, layout.cu_seqlens, tokens, max(layout.max_seqlen))
+            tokens = [_segment_tokens(row, lengths) for row, lengths in zip(rows, layout.segments, strict=True)]
+        return self._batch(arrays, layout.segments, tokens)
 
     def widths(self, rows: Sequence[Row], *, seq_len: int | None) -> list[int]:
         """Cells of each row in a batch: seq_len, or without that its own ("flat") or those of the longest ("rows")."""
         widths = [seq_len or max(1, len(row.ids)) for row in rows]
         return [max(widths)] * len(rows) if self.layout == "rows" else widths
 
-    def _batch(self, tensors: list[torch.Tensor], ends: Sequence[Any], tokens: Sequence[Any], max_seqlen: int) -> Batch:
-        """Of tensors that hold the rows one after the other; `ends` are the cu_seqlens of each row, `tokens` the tokens
-        of each of its segments."""
+    def _batch(self, tensors: list[torch.Tensor], segments: list[list[int]], tokens: list[list[int]]) -> Batch:
+        """Of tensors that hold the rows one after the other. For each row: the cells of its segments, and the tokens
+        of them."""
         input_ids, labels, position_ids = tensors
         batch: Batch = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
         if self.loss_weights is not None:
-            batch["loss_weights"] = weights_of(labels, ends, self.loss_weights)
+            batch["loss_weights"] = weights_of(labels, [*chain(*segments)], self.loss_weights)
         if self.seq_idx:
-            batch["seq_idx"] = _segment_numbers(ends, through=self.layout == "flat")
+            batch["seq_idx"] = _segment_numbers(segments, through=self.layout == "flat")
         if (
             self.shift_labels
         ):  # the first label of each row is -100 anyway, so none is lost and none gets to its neighbour
             batch["shift_labels"] = shift(labels, IGNORE)
             if self.loss_weights is not None:
                 batch["shift_loss_weights"] = shift(batch["loss_weights"], 0)
-        shape = (1, -1) if self.layout == "flat" else (len(ends), -1)
+        shape = (1, -1) if self.layout == "flat" else (len(segments), -1)
         batch = {key: tensor.reshape(shape) for key, tensor in batch.items()}
         if self.layout == "flat":
-            batch.update(self._lengths(ends, tokens, max_seqlen))
+            batch.update(self._lengths(segments, tokens))
         batch["use_cache"] = False
         return batch
 
-    def _lengths(self, ends: Sequence[Any], tokens: Sequence[Any], max_seqlen: int) -> Batch:
+    def _lengths(self, segments: list[list[int]], tokens: list[list[int]]) -> Batch:
         """What variable-length kernels take, of rows one after the other."""
-        seq_len = int(ends[0][-1])
-        if self.fixed_segments is not None:
-            max_seqlen = seq_len
-        cells = self._added_up([np.diff(one) for one in ends])
+        # With fixed shapes a number that changes would make torch.compile begin anew: the longest there can be.
+        max_seqlen = max(map(max, segments)) if self.fixed_segments is None else sum(segments[0])
+        cells = self._added_up(segments)
         lengths: Batch = {"cu_seq_lens_q": cells, "cu_seq_lens_k": cells}
         lengths.update(max_length_q=max_seqlen, max_length_k=max_seqlen)
         if self.cu_seqlens_padded:
             lengths.update(cu_seqlens=self._added_up(tokens), cu_seqlens_padded=cells)
         return lengths
 
-    def _added_up(self, lengths: Sequence[Any]) -> torch.Tensor:
+    def _added_up(self, lengths: list[list[int]]) -> torch.Tensor:
         """0 and the cumulative lengths of all rows, int32 [segments + 1], filled up to fixed_segments."""
-        together = np.concatenate(lengths)
+        together = [*chain(*lengths)]
         if self.fixed_segments is not None:
             places = len(lengths) * self.fixed_segments
             if len(together) > places:
@@ -191,17 +190,15 @@ class Collator:
                     f"max_examples_per_row={max(1, self.fixed_segments - 1)} to PackedDataset (a row may also end with "
                     "a segment of padding), or more fixed_segments"
                 )
-            together = np.pad(together, (0, places - len(together)))
-        return torch.from_numpy(np.concatenate([[0], np.cumsum(together)]).astype(np.int32))
+            together += [0] * (places - len(together))
+        return torch.from_numpy(added_up(together))
 
 
-def _segment_numbers(ends: Sequence[Any], *, through: bool) -> torch.Tensor:
+def _segment_numbers(segments: list[list[int]], *, through: bool) -> torch.Tensor:
     """int32, of rows one after the other: the segment of each cell, from 0 in each row, or counted through all rows."""
-    rows, first = [], 0
-    for one in ends:
-        rows.append(np.repeat(np.arange(first, first + len(one) - 1, dtype=np.int32), np.diff(one)))
-        first += (len(one) - 1) if through else 0
-    return torch.from_numpy(np.concatenate(rows))
+    together = [*chain(*segments)]
+    numbers = range(len(together)) if through else [*chain(*(range(len(lengths)) for lengths in segments))]
+    return torch.from_numpy(np.repeat(np.array(numbers, dtype=np.int32), together))
 
 
 def _padded(row: PackedRow, width: int) -> PackedRow:

@@ -21,7 +21,7 @@ from streampack.progress import Progress, Start
 from streampack.remaining import Remaining, remaining
 from streampack.rows import Row, filler_row
 from streampack.sources import BadExample
-from streampack.state import StateError, accept
+from streampack.state import accept, check_whole
 
 MESSAGE_TOKENS = 1 << 18
 """Tokens in a message from a worker, about: enough that its fixed cost does not show, little enough to hold many."""
@@ -130,6 +130,7 @@ class PackedLoader(DataLoader[Any]):
         progress = self._progress = Progress(self.packed.stream, self._start())
         self._loads = self.packed.passes.loads
         at_end = resolve(self.at_end, endless=self.packed.stream.epochs is None, world_size=progress.start.world_size)
+        packed = self.packed.row_len is not None
         closed = threading.Event()
         batches = self._batches(progress, closed)
         source = WorkAhead(batches, depth=self._ahead, stopped=closed) if self.num_workers == 0 else batches
@@ -144,7 +145,7 @@ class PackedLoader(DataLoader[Any]):
                 for one in given:
                     progress.take(one)
                 if rows:
-                    progress.end_batch(cells=sum(self._collator.widths(rows, seq_len=self.packed.row_len)))
+                    progress.end_batch(cells=0 if packed else sum(self._collator.widths(rows, seq_len=None)))
                     self._last = rows
                     yield batch
                     self._check_current(progress)
@@ -282,11 +283,7 @@ class PackedLoader(DataLoader[Any]):
             StateError: naming both values, if the state is not one of this stream, or is that of one of several ranks.
         """
         state = accept(state, stream=self.packed.stream.identity(), change_weights=change_weights)
-        if state["world_size"] > 1:
-            raise StateError(
-                f"the state is of rank {state['rank']} of {state['world_size']} alone; load "
-                "streampack.merge_states([the state of every rank])"
-            )
+        check_whole(state)
         rank, world_size = self.packed.resolve_rank()
         Start.of(state, rank=rank, world_size=world_size)
         self._loaded = state

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -34,16 +33,15 @@ def check_weighting(loss_weights: Any) -> None:
         raise ValueError(f"loss_weights={loss_weights!r}: pass 'token', 'example' or 'sqrt', or None for no weights")
 
 
-def weights_of(
-    labels: torch.Tensor, cu_seqlens: Sequence[npt.NDArray[np.int32]], weighting: LossWeighting
-) -> torch.Tensor:
-    """Loss weights float32 [C] of the labels [C] of rows one after the other (not shifted), 0 where there is no target.
+def weights_of(labels: torch.Tensor, segments: Sequence[int], weighting: LossWeighting) -> torch.Tensor:
+    """Loss weights float32 [C] of the labels [C] of segments one after the other (not shifted), 0 where there is no
+    target. `segments`: the cells of each.
 
     Each of the n targets of a segment gets 1 ("token"), 1 / n ("example") or 1 / sqrt(n) ("sqrt"). A fragment of a
     split example is a segment of its own: a row does not know what other rows hold of the example.
     """
     targets = labels.numpy() != IGNORE
-    cells = np.concatenate([np.diff(ends) for ends in cu_seqlens])
+    cells = np.array(segments)
     counts = np.add.reduceat(targets, np.cumsum(cells) - cells, dtype=np.int64)
     each = (np.maximum(counts, 1) ** -POWERS[weighting]).astype(np.float32)
     weights = np.repeat(each, cells) * targets

@@ -100,7 +100,8 @@ class Progress:
         self.reading: dict[int, ReadStats] = {}
         """What reading has cost in each worker."""
         self.filler_rows = self.cut_rows = self.cut_tokens = 0
-        self._batch_cells = self._batch_tokens = 0
+        self._counts_cells = stream.packer.row_len is None
+        self._batch_cells = self._batch_tokens = 0  # where the number of rows does not tell them
         self.ended = False
         """The pass is over: the next one begins with the next epoch."""
         self._changed: dict[int, LaneState | None] = {}
@@ -116,7 +117,8 @@ class Progress:
         self.last = given
         self.bad.extend(given.bad)
         if given.row is not None:
-            self._batch_tokens += int(given.row.origin[:, 4].sum())
+            if self._counts_cells:
+                self._batch_tokens += given.row.num_tokens
             self.row = self.host.row_after(given)
             self.rows += self.start.world_size
 
@@ -127,10 +129,10 @@ class Progress:
                 self.take(one)
             else:
                 self.cut_rows += 1
-                self.cut_tokens += int(one.row.origin[:, 4].sum())
+                self.cut_tokens += one.row.num_tokens
 
-    def end_batch(self, *, cells: int) -> None:
-        """The rows taken since the last call were one batch of so many cells."""
+    def end_batch(self, *, cells: int = 0) -> None:
+        """The rows taken since the last call were one batch. cells: of it, where rows have no fixed length."""
         self._batch_cells += cells
         self.batches += 1
         self._history.append((*self._before, self._changed))

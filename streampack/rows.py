@@ -33,6 +33,11 @@ class Row:
     example is padded to a multiple."""
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens: fewer than cells where examples are padded to a multiple."""
+        return int(self.origin[:, 4].sum())
+
+    @property
     def num_loss_tokens(self) -> int:
         """Labels that count: targets apart from the first cell of each segment."""
         if self.targets is None:
@@ -53,43 +58,41 @@ class Layout:
     shifted: labels[i] is the id at i, which the model predicts from i - 1 (as in Transformers)."""
     position_ids: npt.NDArray[np.int64]
     """int64 [C]: 0, 1, 2 ... in each segment."""
-    cu_seqlens: list[npt.NDArray[np.int32]]
-    """For each row int32 [n + 1], from 0 to its width: segment i is cells cu_seqlens[i] : cu_seqlens[i + 1]."""
-    max_seqlen: list[int]
-    """For each row the cells of its longest segment."""
+    segments: list[list[int]]
+    """For each row the cells of its segments; they sum to its width."""
 
 
 def lay_out(rows: Sequence[Row], *, widths: Sequence[int], pad_token_id: int) -> Layout:
     """Lay out rows as the arrays that models take, the cells of each row given by `widths`. `rows` must not be empty; a
     row without segments is all padding."""
-    ends = list(itertools.accumulate(widths, initial=0))
-    input_ids, labels, position_ids = (np.empty(ends[-1], dtype=np.int64) for _ in range(3))
-    cu_seqlens, max_seqlen = [], []
+    cells = sum(widths)
+    input_ids, labels, position_ids = (np.empty(cells, dtype=np.int64) for _ in range(3))
+    segments, firsts = [], []
     count_up = np.arange(max(widths))
-    for row, start, width in zip(rows, ends, widths, strict=False):
-        cells, lengths = len(row.ids), row.lengths.tolist()
-        own_ids, own_labels, positions = (array[start : start + width] for array in (input_ids, labels, position_ids))
-        own_ids[:cells] = row.ids
-        if cells < width:
-            own_ids[cells:] = pad_token_id
-            lengths.append(width - cells)
-        own_labels[:] = own_ids
-        own_labels[cells:] = IGNORE
+    place = 0
+    for row, width in zip(rows, widths, strict=True):
+        lengths, end, filled = row.lengths.tolist(), place + width, place + len(row.ids)
+        own = slice(place, filled)
+        input_ids[own] = row.ids
+        labels[own] = input_ids[own]
         if row.targets is not None:
-            own_labels[:cells][~row.targets] = IGNORE
-        places = [0, *itertools.accumulate(lengths)]
-        for place, length in zip(places, lengths, strict=False):  # faster than to repeat the starts for all cells
-            positions[place : place + length] = count_up[:length]
-        own_labels[places[:-1]] = IGNORE  # the first cell of a segment has nothing of its own to be predicted from
-        cu_seqlens.append(np.array(places, dtype=np.int32))
-        max_seqlen.append(max(lengths))
-    return Layout(
-        input_ids=input_ids,
-        labels=labels,
-        position_ids=position_ids,
-        cu_seqlens=cu_seqlens,
-        max_seqlen=max_seqlen,
-    )
+            labels[own][~row.targets] = IGNORE
+        if filled < end:
+            input_ids[filled:end] = pad_token_id
+            labels[filled:end] = IGNORE
+            lengths.append(end - filled)
+        for length in lengths:  # faster than to repeat the starts for all cells
+            position_ids[place : place + length] = count_up[:length]
+            firsts.append(place)
+            place += length
+        segments.append(lengths)
+    labels[firsts] = IGNORE  # the first cell of a segment has nothing of its own to be predicted from
+    return Layout(input_ids=input_ids, labels=labels, position_ids=position_ids, segments=segments)
+
+
+def added_up(lengths: Sequence[int]) -> npt.NDArray[np.int32]:
+    """cu_seqlens of n segments, int32 [n + 1]: segment i is cells cu_seqlens[i] : cu_seqlens[i + 1]."""
+    return np.array([0, *itertools.accumulate(lengths)], dtype=np.int32)
 
 
 def filler_row() -> Row:

@@ -1,6 +1,6 @@
 """States: where a stream is, as references: a dict of plain values.
 
-{"version": 2, "stream": {what identifies it}, "pass": [first epoch, epoch before which it ends], "row": the next row,
+{"version": 3, "stream": {what identifies it}, "pass": [first epoch, epoch before which it ends], "row": the next row,
  "after": places of its cycle that are out (only of a worker alone), "rows": rows handed out by all ranks, "rank": 0,
  "world_size": 1, "worker": [0, 1], "ended": is the pass over, "totals": {counts of the passes before},
  "lanes": {"0": "...", "1": "...", ...}}
@@ -13,7 +13,7 @@ from typing import Any
 
 from streampack.lane_state import LaneState
 
-VERSION = 2
+VERSION = 3
 _KEYS = ("pass", "row", "after", "rows", "rank", "world_size", "worker", "ended", "totals")
 _NUMBERS = ("row", "rows", "rank", "world_size")
 
@@ -130,6 +130,15 @@ def _has_no_more(state: Mapping[str, Any]) -> bool:
     mine = state["stream"]["lanes"] // state["world_size"]
     lanes = [LaneState.from_json(text) for text in state["lanes"].values()]
     return bool(state["ended"]) or (len(lanes) == mine and all(lane.done for lane in lanes))
+
+
+def check_whole(state: Mapping[str, Any]) -> None:
+    """Refuse an accepted state that is of one of several ranks."""
+    if state["world_size"] > 1:
+        raise StateError(
+            f"the state is of rank {state['rank']} of {state['world_size']} alone; use "
+            "streampack.merge_states([the state of every rank])"
+        )
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

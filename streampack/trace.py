@@ -15,7 +15,7 @@ from streampack.hosting import Given, in_order
 from streampack.progress import Start
 from streampack.ranks import check_rank
 from streampack.rows import Row
-from streampack.state import StateError, accept
+from streampack.state import StateError, accept, check_whole
 from streampack.stream import LaneOpener
 
 
@@ -174,11 +174,7 @@ def _start(dataset: PackedDataset, state: Mapping[str, Any] | None, *, world_siz
     if state is None:
         return [Start(first_epoch=epoch, rank=rank, world_size=world_size) for rank in range(world_size)]
     accepted = accept(state, stream=dataset.stream.identity(), change_weights=False)
-    if accepted["world_size"] > 1:
-        raise StateError(
-            f"the state is of rank {accepted['rank']} of {accepted['world_size']} alone; merge the states of all ranks "
-            "(streampack.merge_states)"
-        )
+    check_whole(accepted)
     return [Start.of(accepted, rank=rank, world_size=world_size) for rank in range(world_size)]
 
 

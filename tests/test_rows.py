@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streampack.rows import IGNORE, Row, filler_row, lay_out
+from streampack.rows import IGNORE, Row, added_up, filler_row, lay_out
 
 PAD, EOS = 0, 99
 
@@ -32,8 +32,8 @@ def plain(layout):
         "input_ids": layout.input_ids.tolist(),
         "labels": layout.labels.tolist(),
         "position_ids": layout.position_ids.tolist(),
-        "cu_seqlens": [one.tolist() for one in layout.cu_seqlens],
-        "max_seqlen": layout.max_seqlen,
+        "cu_seqlens": [added_up(one).tolist() for one in layout.segments],
+        "max_seqlen": [max(one) for one in layout.segments],
     }
 
 
@@ -65,7 +65,7 @@ def test_a_full_row_has_no_padding_segment():
 
 
 def test_a_padding_tail_longer_than_all_examples_is_the_longest_segment():
-    assert lay(row_of([1, 2]), seq_len=10).max_seqlen == [8]
+    assert lay(row_of([1, 2]), seq_len=10).segments == [[2, 8]]
 
 
 def test_segments_are_those_of_the_row_and_not_found_by_token_values():
@@ -149,11 +149,11 @@ def test_arrays_have_the_types_that_models_and_kernels_take():
         assert array.dtype == np.int64
         assert array.shape == (2, 6)
         assert array.flags.c_contiguous
-    for array in layout.cu_seqlens:
+    for array in map(added_up, layout.segments):
         assert array.dtype == np.int32
         assert array.ndim == 1
         assert array.flags.c_contiguous
-    assert [type(longest) for longest in layout.max_seqlen] == [int, int]
+    assert {type(cells) for lengths in layout.segments for cells in lengths} == {int}
 
 
 def test_large_token_ids_survive():
@@ -188,9 +188,8 @@ def test_the_rules_of_a_row_hold_for_any_batch(batch, pad_token_id):
         lengths = [*map(len, segments), *([padding] if padding else [])]
         assert layout.input_ids[place].tolist() == tokens + [pad_token_id] * padding
         assert layout.position_ids[place].tolist() == [position for length in lengths for position in range(length)]
-        assert np.diff(layout.cu_seqlens[place]).tolist() == lengths
-        assert layout.cu_seqlens[place][0] == 0
-        assert layout.max_seqlen[place] == max(lengths)
+        assert layout.segments[place] == lengths
+        assert added_up(lengths).tolist() == [sum(lengths[:end]) for end in range(len(lengths) + 1)]
         wanted = [*(targets or [1] * len(tokens)), *[0] * padding]
         assert layout.labels[place].tolist() == [
             token if target and position else IGNORE
