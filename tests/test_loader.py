@@ -1,6 +1,7 @@
 """PackedLoader: real DataLoader workers, threads and passes. Its states cover exactly the batches it handed out."""
 
 import copy
+import gc
 import json
 import os
 import pickle
@@ -325,6 +326,14 @@ def test_the_thread_that_works_ahead_ends_with_a_break_and_with_an_error() -> No
     with pytest.raises(ValueError, match=r"source 'test', shard 0, index 30: 'input_ids' is null.*bad='drop'"):
         rows_of(PackedLoader(packed(bad), 1))
     assert threads() == 0
+
+
+def test_a_worker_does_not_look_for_garbage_in_what_it_inherits() -> None:
+    def frozen(example: dict[str, Any]) -> dict[str, Any]:
+        return {"input_ids": [int(gc.get_freeze_count() > 10_000)] * 4}
+
+    assert sum(sum(row) for row in rows_of(PackedLoader(packed([{}] * 30, transform=frozen), 1, num_workers=1))) == 120
+    assert gc.get_freeze_count() == 0
 
 
 def test_an_error_in_a_worker_reaches_the_main_process_with_its_type_and_place() -> None:
