@@ -4,7 +4,7 @@ What cannot be used is left out by a named policy and counted by its reason: `em
 a mask that leave nothing to learn), `overlong` (more than max_example_len tokens), `bad` (see `sources.FAULTS`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from streampack.conversations import COLUMNS, OPTIONAL, Format, hint_of
 from streampack.sources import Fault
 from streampack.tables import Block, Chunk, missing
 from streampack.texts import TextReader, TextTokenizer, fingerprint
-from streampack.token_ids import IDS_HINT, Encoded, IdReader, needed
+from streampack.token_ids import IDS_HINT, Encoded, IdReader, Tokens, needed
 
 Overlong = Literal["auto", "split", "truncate", "drop", "error"]
 Reason = Literal["empty", "no_target", "overlong"]
@@ -101,8 +101,11 @@ class Encoder:
     def _hint(self, names: Sequence[str]) -> str:
         return hint_of(self.format, names)
 
-    def encode(self, block: Block, picks: Sequence[int]) -> list[Encoded | Reason | Fault]:
+    def encode(self, block: Block, picks: Sequence[int]) -> list[Tokens | Encoded | Reason | Fault]:
         """The tokens of the picked examples of a block, or why one is left out.
+
+        Most are arrays alone. An object around each of the many of a block would have Python look for garbage all the
+        time, among everything that the process holds.
 
         Raises:
             ValueError: where a policy says "error"; names the example and the remedy.
@@ -112,13 +115,13 @@ class Encoder:
         raw = self.tokens(block, picks)
         longest = _NO_LIMIT if self.limit is None else self.limit if not (self.cuts_any and self._is_whole) else 0
         return [
-            found
+            found.ids
             if type(found) is Encoded and found.targets is None and 0 < len(found.ids) <= longest
             else self._judge(found, block, pick)
             for pick, found in zip(picks, raw, strict=True)
         ]
 
-    def tokens(self, block: Block, picks: Sequence[int]) -> list[Encoded | Fault]:
+    def tokens(self, block: Block, picks: Sequence[int]) -> Iterable[Encoded | Fault]:
         """The tokens of the picked examples, or what is wrong with them: before any policy."""
         return self._reader.read(block, picks)
 

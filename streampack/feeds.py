@@ -1,6 +1,5 @@
 """Feeds: what a lane takes from one source, in order. Knows which of the examples that it took still wait."""
 
-from collections import deque
 from collections.abc import Iterator
 
 from streampack.items import Bad, Dropped, Item, ItemReader
@@ -40,8 +39,8 @@ class Feed:
         self._base = state.first
         self._fragments = dict(state.fragments)  # number: first tokens of what waits, ascending
         self._head = state.head
-        self._pending: deque[Item | Dropped] = deque()
-        self._batches: Iterator[list[Item | Dropped]] = items.read(
+        self._next: Item | Dropped | None = None  # what comes, once it was looked at
+        self._items: Iterator[Item | Dropped] = items.read(
             state.position, number=state.first, stop_epoch=stop_epoch, is_used=self._was_used
         )
 
@@ -57,18 +56,13 @@ class Feed:
 
     def peek(self) -> Item | None:
         """The item that enters next; None where there is none. Examples that are left out before it are taken."""
-        pending = self._pending
         while True:
-            if not pending:
-                found = next(self._batches, None)
-                if found is None:
-                    return None
-                pending.extend(found)
-                continue
-            item = pending[0]
-            if isinstance(item, Item):
+            item = self._next
+            if item is None:
+                item = self._next = next(self._items, None)
+            if item is None or isinstance(item, Item):
                 return item
-            pending.popleft()
+            self._next = None
             self._take(item.number, item.epoch, waits=0)
             self._head = (item.number + 1, 0)
             self._counts[item.reason] += 1
@@ -77,7 +71,7 @@ class Feed:
 
     def enter(self) -> Item:
         """Take the item that `peek` gave: it waits from now on."""
-        item = self._pending.popleft()
+        item, self._next = self._next, None
         assert isinstance(item, Item)
         number = item.number
         if item.start == 0:
@@ -151,12 +145,11 @@ class Feed:
         """
         state, again = self._start, []
         expected = any(state.waiting) or state.head[1] > 0
-        while expected and not self._pending and (found := next(self._batches, None)):
-            for item in found:
-                if (item.number, getattr(item, "start", 0)) >= state.head:
-                    self._pending.append(item)
-                elif isinstance(item, Item) and self._waiting[item.number - self._base]:
-                    again += self._readmit(item, cuts)
+        while expected and self._next is None and (item := next(self._items, None)) is not None:
+            if (item.number, getattr(item, "start", 0)) >= state.head:
+                self._next = item
+            elif isinstance(item, Item) and self._waiting[item.number - self._base]:
+                again += self._readmit(item, cuts)
         return again
 
     def _readmit(self, item: Item, cuts: bool) -> list[Item]:

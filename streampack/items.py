@@ -131,8 +131,9 @@ class ItemReader:
 
     def read(
         self, position: Position, *, number: int, stop_epoch: int | None, is_used: Callable[[int], bool]
-    ) -> Iterator[list[Item | Dropped]]:
-        """Items in the order of their numbers, a batch of examples at a time.
+    ) -> Iterator[Item | Dropped]:
+        """Items in the order of their numbers. Examples are encoded many at a time, but their items made one by one:
+        objects that come and go by turns give Python no reason to look for garbage.
 
         Args:
             position: of the block to start with.
@@ -150,12 +151,12 @@ class ItemReader:
                 self.opened.append((number, block.position))
                 wanted = [place for place in range(len(block)) if not is_used(number + place)]
                 found_any = found_any or len(wanted) < len(block)
-                batches = self._batches(block, number, wanted)
+                items = self._items(block, number, wanted)
                 number += len(block)
                 del block  # goes with its last batch
-                for batch in batches:
-                    found_any = found_any or any(isinstance(item, Item) for item in batch)
-                    yield batch
+                for item in items:
+                    found_any = found_any or isinstance(item, Item)
+                    yield item
             if stop_epoch is None and not found_any:
                 source = self.blocks.reader.source
                 count = getattr(source, "num_examples", None)
@@ -168,45 +169,51 @@ class ItemReader:
             position = Position(position.epoch + 1, 0, 0, 0)
             fresh = True
 
-    def _batches(self, block: Block, number: int, wanted: list[int]) -> Iterator[list[Item | Dropped]]:
+    def _items(self, block: Block, number: int, wanted: list[int]) -> Iterator[Item | Dropped]:
         order, size = self._order(block), self.encoder.batch
         for first in range(0, len(wanted), size):
             places = wanted[first : first + size]
-            batch = self._encode(block, [number + place for place in places], [int(order[place]) for place in places])
+            items = self._encode(block, [number + place for place in places], [int(order[place]) for place in places])
             if first + size >= len(wanted):
                 del block
-            yield batch
+            yield from items
 
     def _order(self, block: Block) -> Any:
         if not self.shuffle:
             return range(len(block))
         return permutation(len(block), self.seed, _SHUFFLE, block.position.epoch, self.lane, block.position.block)
 
-    def _encode(self, block: Block, numbers: list[int], picks: list[int]) -> list[Item | Dropped]:
+    def _encode(self, block: Block, numbers: list[int], picks: list[int]) -> Iterator[Item | Dropped]:
         kept = block
         rows: list[int | None] = list(picks)
         if self.transform is not None:
             kept, rows = transformed(block, picks, self.transform)
-        encoded = iter(self.encoder.encode(kept, [row for row in rows if row is not None]))
+        encoded: list[Any] = self.encoder.encode(kept, [row for row in rows if row is not None])
+        if len(encoded) < len(rows):
+            of_rows = iter(encoded)
+            encoded = ["transform" if row is None else next(of_rows) for row in rows]
         shards, indices = (block.shards[picks] + self.first_shard).tolist(), block.indices[picks].tolist()
-        epoch, limit, feed = block.position.epoch, self.limit or _NO_LIMIT, self.feed
-        found: list[Item | Dropped] = []
-        for number, row, shard, index in zip(numbers, rows, shards, indices, strict=True):
-            example = "transform" if row is None else next(encoded)
+        return self._items_of(encoded, numbers, block.position.epoch, shards, indices)
+
+    def _items_of(
+        self, encoded: list[Any], numbers: list[int], epoch: int, shards: list[int], indices: list[int]
+    ) -> Iterator[Item | Dropped]:
+        limit, feed = self.limit or _NO_LIMIT, self.feed
+        for number, example, shard, index in zip(numbers, encoded, shards, indices, strict=True):
+            if isinstance(example, np.ndarray):
+                example = Encoded(example, None)
             if isinstance(example, Encoded):
-                ids = example.ids
+                ids, targets = example.ids, example.targets
                 if len(ids) <= limit:
-                    cells, targets = self._cells(len(ids)), example.targets
-                    item = Item(number, 0, ids, targets, cells, epoch, shard, index, True, example.truncated, feed)
-                    found.append(item)
+                    cells = self._cells(len(ids))
+                    yield Item(number, 0, ids, targets, cells, epoch, shard, index, True, example.truncated, feed)
                 else:
-                    found.extend(self._fragments(number, example, (epoch, shard, index), limit))
+                    yield from self._fragments(number, example, (epoch, shard, index), limit)
             elif isinstance(example, Fault):
                 bad = Bad(epoch, shard, index, example.reason, example.what)
-                found.append(Dropped(number, f"bad_{example.reason}", epoch, bad))
+                yield Dropped(number, f"bad_{example.reason}", epoch, bad)
             else:
-                found.append(Dropped(number, example, epoch))
-        return found
+                yield Dropped(number, example, epoch)
 
     def _fragments(self, number: int, example: Encoded, place: tuple[int, int, int], limit: int) -> Iterator[Item]:
         tokens = len(example.ids)

@@ -19,7 +19,7 @@ from streampack.reading import ShardReader
 from streampack.sources import FAULTS, Fault, where
 from streampack.stream import Part, Stream
 from streampack.tables import Block, Chunk, Position, sizes
-from streampack.token_ids import Encoded
+from streampack.token_ids import Encoded, Tokens
 
 FEWEST_SHARDS = 4
 """A sample has at least so many whole shards, if there are: from how they differ it is known how sure it is."""
@@ -150,14 +150,14 @@ class _RecordedEncoder(Encoder):
         recording, longest = self.recording, self.limit or 1 << 62
         assert isinstance(block.data, pa.Table)
         places = block.data.column("place").to_numpy()[picks]
-        found: list[Encoded | Reason | Fault | str] = []
+        found: list[Tokens | Encoded | Reason | Fault | str] = []
         for pick, place, tokens, fault in zip(
             picks, places.tolist(), recording.tokens[places].tolist(), recording.faults[places].tolist(), strict=True
         ):
             if fault != _USED:
                 found.append("transform" if fault == _TRANSFORM else Fault(FAULTS[fault], ""))
             elif recording.masks is None and 0 < tokens <= longest:
-                found.append(Encoded(self._zeros[:tokens], None))
+                found.append(self._zeros[:tokens])
             else:
                 found.append(self._judge(Encoded(self._zeros[:tokens], recording_mask(recording, place)), block, pick))
         return found

@@ -251,6 +251,6 @@ def _flatten(column: pa.ChunkedArray) -> tuple[npt.NDArray[Any], list[int], list
         values = np.array(inner.to_pylist(), dtype=object)  # its dtype tells the caller that these are not integers
     else:
         values = inner.to_numpy()
-    if np.can_cast(values.dtype, np.int32) or (values.dtype.kind in "iu" and _fits(values, np.int32)):
+    if values.dtype.kind in "iu" and (np.can_cast(values.dtype, np.int32) or _fits(values, np.int32)):
         values = values.astype(np.int32)  # also a copy, which lets go of the table
     return values, offsets.tolist(), valid  # lists: single elements are fetched much faster than from arrays

@@ -4,7 +4,7 @@ Lists, NumPy arrays, CPU tensors and Arrow lists of any integer type give the sa
 does not depend on those beside it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,10 @@ IDS_HINT = "pass a tokenizer for examples of text"
 UNUSED = ("token_type_ids", "special_tokens_mask", "attention_mask", "offset_mapping")
 """Per-token columns that tokenizers make and packing replaces. (attention_mask must be all ones.)"""
 _KNOWN = ("input_ids", *TARGETS, *UNUSED)
+
+
+Tokens = npt.NDArray[np.int32]
+"""int32 [tokens] of an example of which every token is a target."""
 
 
 @dataclass(slots=True)  # not frozen, which would take twice as long to make
@@ -50,7 +54,7 @@ class IdReader:
         self._below = vocab_size or 1 << 31
         self._agreed: tuple[str | None] | None = None
 
-    def read(self, block: Block, picks: Sequence[int]) -> list[Encoded | Fault]:
+    def read(self, block: Block, picks: Sequence[int]) -> Iterable[Encoded | Fault]:
         """The tokens of the picked examples, or what is wrong with them. An example may have no tokens.
 
         Raises:
@@ -61,7 +65,7 @@ class IdReader:
         ids = block.column("input_ids", hint=IDS_HINT)
         return [self._from_example(block, pick, ids.array(pick)) for pick in picks]
 
-    def _from_table(self, block: Block, picks: Sequence[int]) -> list[Encoded | Fault]:
+    def _from_table(self, block: Block, picks: Sequence[int]) -> Iterable[Encoded | Fault]:
         ids = block.column("input_ids", hint=IDS_HINT)
         names = [name for name in block.names if name in TARGETS and not block.holds_numbers(name)]
         name = self._target_column(block, 0, names, list_columns(block.data))
@@ -71,7 +75,7 @@ class IdReader:
             attention = None
         if ids.holds_ids(below=self._below) and targets is None and attention is None:
             arrays = ids.arrays(picks)
-            return [Encoded(array, None) if array is not None else self._read(array) for array in arrays]
+            return (Encoded(array, None) if array is not None else self._read(array) for array in arrays)
         return [
             self._read(
                 ids.array(pick),

@@ -15,6 +15,7 @@ from streampack import PackedDataset
 from streampack.encode import Encoder, Policies
 from streampack.sources import Fault, SequenceSource
 from streampack.tables import Block, Position
+from streampack.token_ids import Encoded
 
 from .tiny_tokenizers import byte_tokenizer, word_tokenizer
 
@@ -52,6 +53,8 @@ def encode(data, tokenizer=None, *, picks=None, **settings):
         if isinstance(one, str | Fault):
             found.append("bad" if isinstance(one, Fault) else one)
             continue
+        if isinstance(one, np.ndarray):  # all of its tokens are targets
+            one = Encoded(one, None)
         assert one.ids.dtype == np.int32
         if one.targets is None:
             found.append(one.ids.tolist())
@@ -625,7 +628,9 @@ def test_without_a_limit_nothing_is_overlong():
 
 def test_tokens_cut_off_are_counted():
     block = block_of([{"input_ids": LONG}, {"input_ids": LONG[:3]}])
-    assert [one.truncated for one in encoder_of(overlong="truncate").encode(block, [0, 1])] == [2, 0]
+    cut, whole = encoder_of(overlong="truncate").encode(block, [0, 1])
+    assert (cut.ids.tolist(), cut.truncated) == (LONG[: len(LONG) - 2], 2)
+    assert whole.tolist() == LONG[:3]
 
 
 @pytest.mark.parametrize("name", ["labels", "loss_mask"])
@@ -747,4 +752,4 @@ def test_a_tokenizer_that_prepares_text_otherwise_has_another_fingerprint():
 
 def test_an_encoder_survives_pickling():
     encoder = pickle.loads(pickle.dumps(encoder_of(word_tokenizer())))
-    assert [one.ids.tolist() for one in encoder.encode(block_of([{"text": "a b"}]), [0])] == [[3, 4, 2]]
+    assert [one.tolist() for one in encoder.encode(block_of([{"text": "a b"}]), [0])] == [[3, 4, 2]]
