@@ -6,8 +6,8 @@ the lanes every worker sends its share as a message (several where rows are long
 With 4 lanes, 2 ranks, 2 workers, from row 0: rank 1 hosts lanes 1 and 3; its worker 0 runs lane 1, its worker 1 lane 3.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from streampack.items import Bad
 from streampack.lane_state import LaneState
@@ -49,6 +49,7 @@ class Host:
 
     first_row: the row where the run begins or resumed.
     resume_after: places of the first cycle up to this one are out already.
+    ahead: by lane, in how many cycles it has no turn since it had those before.
     rows_per_message: most rows in a message; the first cycle sends single rows, so that the first one comes soon.
     """
 
@@ -60,6 +61,7 @@ class Host:
     num_workers: int = 1
     resume_after: int = -1
     rows_per_message: int = 1
+    ahead: Mapping[int, int] = field(default_factory=dict)
 
     def messages(self, open_lane: Callable[[int], Lane]) -> Iterator[Message]:
         """The messages of this worker, one for each part of each cycle, to the end of its last lane.
@@ -75,7 +77,7 @@ class Host:
             for part, start in enumerate(range(0, len(places), step)):
                 given = []
                 for place in places[start : start + step]:
-                    if place not in mine or (cycle == 0 and place <= self.resume_after):
+                    if place not in mine or self._had_turn(cycle, place, mine[place]):
                         continue
                     lane = open_lanes.get(place) or open_lanes.setdefault(place, open_lane(mine[place]))
                     row = lane.next_row()
@@ -87,6 +89,9 @@ class Host:
                 if not mine:
                     return
             cycle += 1
+
+    def _had_turn(self, cycle: int, place: int, lane: int) -> bool:
+        return cycle < self.ahead.get(lane, 0) or (cycle == 0 and place <= self.resume_after)
 
     @property
     def num_lanes(self) -> int:

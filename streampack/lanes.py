@@ -123,7 +123,10 @@ class Lane:
                 oldest_of.setdefault(item.feed, item.number)
             feeds = tuple(feed.state(oldest_of.get(place)) for place, feed in enumerate(self._feeds))
             arrived = self._arrived
-            del self._arrivals[: (self._items[0].age if self._items else arrived) - (arrived - len(self._arrivals))]
+            # Where nothing waits, fragments of the example that came last may still enter.
+            inside = any(feed.is_inside_example for feed in self._feeds)
+            oldest_age = self._items[0].age if self._items else arrived - inside
+            del self._arrivals[: oldest_age - (arrived - len(self._arrivals))]
         counts, given = tuple(self.counts.values()), tuple(self._given)
         return LaneState(feeds, bytes(self._arrivals), planned, counts, given, self.done)
 

@@ -42,7 +42,21 @@ class Start:
             num_workers=num_workers,
             resume_after=self.resume_after,
             rows_per_message=rows_per_message,
+            ahead=self._ahead(stream.lanes),
         )
+
+    def _ahead(self, lanes: int) -> dict[int, int]:
+        """By lane, how many more turns than others of this rank it has had: where lanes have ended, those that are left
+        get their turns sooner, and ranks are no longer at the same place of the cycle."""
+        turns = {}
+        for place in range(lanes // self.world_size):
+            lane = (self.row + place * self.world_size + self.rank) % lanes
+            state = self.states.get(lane)
+            if state is None or not state.done:
+                rows = 0 if state is None else state.counts[0]
+                turns[lane] = rows - (lane < self.row % lanes) - (place <= self.resume_after)
+        least = min(turns.values(), default=0)
+        return {lane: turn - least for lane, turn in turns.items() if turn > least}
 
     @staticmethod
     def of(state: Mapping[str, Any], *, rank: int, world_size: int, worker: int = 0, num_workers: int = 1) -> "Start":

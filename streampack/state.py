@@ -117,12 +117,12 @@ def _check_lanes(state: Mapping[str, Any]) -> None:
             good = False
         if not good:
             raise StateError(f"the state of lane {lane!r} (of {count}) is damaged; pass what state_dict() returned")
-    if state["world_size"] == state["worker"][1] == 1 and not state["ended"]:
-        missing = [lane for lane in range(min(state["row"], count)) if str(lane) not in lanes]
+    if state["worker"][1] == 1 and not state["ended"]:
+        row, rank, ranks = state["row"], state["rank"], state["world_size"]
+        begun = [lane for lane in range(min(row, count)) if (lane - row) % ranks == rank]
+        missing = [lane for lane in begun if str(lane) not in lanes]
         if missing:
-            raise StateError(
-                f"the state after row {state['row']} lacks lane {missing[0]}; merge the states of all ranks"
-            )
+            raise StateError(f"the state after row {row} lacks lane {missing[0]}; merge the states of all ranks")
 
 
 def _has_no_more(state: Mapping[str, Any]) -> bool:
@@ -176,6 +176,15 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 f"{last['rank']} after row {last['rows']}; save all ranks after the same step"
             )
     merged.update(row=max(state["row"] for state in states), rows=last["rows"])
+    # Where lanes of one rank have ended, another may have lanes that have not begun, further back in the cycle.
+    for lane in range(min(merged["row"], merged["stream"]["lanes"])):
+        merged["lanes"].setdefault(str(lane), _not_begun(merged))
     merged["ended"] = all(state["ended"] for state in states)
     merged["totals"] = {key: sum(state["totals"][key] for state in states) for key in states[0]["totals"]}
     return merged
+
+
+def _not_begun(state: Mapping[str, Any]) -> str:
+    """The state of a lane that has not begun its pass, like the other lanes of the state."""
+    like = LaneState.from_json(next(iter(state["lanes"].values())))
+    return LaneState.start(state["pass"][0], feeds=len(like.feeds), mixed=bool(like.given)).to_json()

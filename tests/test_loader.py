@@ -310,6 +310,50 @@ def test_an_endless_stream_works_ahead_by_a_bounded_number_of_rows() -> None:
     assert len(read) < 2000
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("packing", ["auto", "none"])
+def test_ranks_go_on_exactly_after_every_step_also_where_their_lanes_have_ended_at_different_times(
+    world_size: int, packing: Any
+) -> None:
+    lengths = [1, 60, 2, 9, 40, 3, 64, 5, 30, 8, 2, 2, 55, 7, 1, 20] * 6
+
+    def loader(rank: int) -> PackedLoader:
+        rows = [{"input_ids": [number + 1] * length} for number, length in enumerate(lengths)]
+        dataset = packed(rows, packing=packing, lanes=8, rank=rank, world_size=world_size)
+        return PackedLoader(dataset, 2)
+
+    def steps_of(one: PackedLoader) -> tuple[list[Any], list[Any]]:
+        """(what is in each batch, the state after each, and at the end)"""
+        steps = [(one.provenance, one.state_dict()) for _ in one]
+        return [found for found, _ in steps], [*(state for _, state in steps), one.state_dict()]
+
+    whole = [steps_of(loader(rank)) for rank in range(world_size)]
+    most = max(len(batches) for batches, _ in whole)
+    assert min(len(batches) for batches, _ in whole) < most
+    for done in range(1, most):
+        merged = merge_states([states[min(done, len(states)) - 1] for _, states in whole])
+        for rank, (batches, _) in enumerate(whole):
+            resumed = loader(rank)
+            resumed.load_state_dict(merged)
+            assert steps_of(resumed)[0] == batches[done:], f"rank {rank} after step {done}"
+
+
+def test_ranks_go_on_where_a_lane_had_nothing_to_give_before_others_have_begun() -> None:
+    def loader(rank: int) -> PackedLoader:
+        rows = [{"input_ids": [number + 1] * length} for number, length in enumerate([1, 2, 2, 2, 2, 2])]
+        return PackedLoader(packed(rows, lanes=6, shuffle=False, packing="none", rank=rank, world_size=2), 2)
+
+    first = [loader(rank) for rank in range(2)]
+    iterators = [iter(one) for one in first]
+    for iterator in iterators:
+        next(iterator)
+    merged = merge_states([one.state_dict() for one in first])
+    for rank, iterator in enumerate(iterators):
+        resumed = loader(rank)
+        resumed.load_state_dict(merged)
+        assert [batch["input_ids"].tolist() for batch in resumed] == [one["input_ids"].tolist() for one in iterator]
+
+
 # ---- threads, processes and errors -----------------------------------------------------------------------------------
 
 

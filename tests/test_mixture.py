@@ -128,10 +128,11 @@ def _examples_of_lane(stream: Stream, place: int) -> list[int]:
 
 
 @pytest.mark.parametrize("packing", ["auto", "best_fit", "next_fit", "wrapped", "by_length"])
+@pytest.mark.parametrize("longest", [None, 7], ids=["whole", "in-fragments"])
 @pytest.mark.parametrize("stop", STOPS)
-def test_a_mixture_goes_on_after_every_row(stop: str, packing: Any) -> None:
+def test_a_mixture_goes_on_after_every_row(stop: str, packing: Any, longest: int | None) -> None:
     data = sources(web=60, code=30, chat=24)
-    stream = mixed(stop, data=data, packing=packing, lanes=2)
+    stream = mixed(stop, data=data, packing=packing, lanes=2, max_example_len=longest)
     ranks = Ranks(stream, 1, 0)
     rows, states = [], [ranks.state()]
     while len(rows) < 40 and (step := ranks.step()):
