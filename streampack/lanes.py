@@ -123,8 +123,7 @@ class Lane:
                 oldest_of.setdefault(item.feed, item.number)
             feeds = tuple(feed.state(oldest_of.get(place)) for place, feed in enumerate(self._feeds))
             arrived = self._arrived
-            # Where nothing waits, fragments of the example that came last may still enter.
-            inside = any(feed.is_inside_example for feed in self._feeds)
+            inside = any(feed.is_inside_example for feed in self._feeds)  # the example that came last
             oldest_age = self._items[0].age if self._items else arrived - inside
             del self._arrivals[: oldest_age - (arrived - len(self._arrivals))]
         counts, given = tuple(self.counts.values()), tuple(self._given)

@@ -1,6 +1,7 @@
 """Texts to tokens: the calls of the tokenizer, one for many texts, and examples with a column of text."""
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -34,6 +35,7 @@ class TextTokenizer:
         # Whether the Rust tokenizer inside gives the ids of the Python one around it, as it does unless that one is
         # special; it is about a sixth faster. Found out on the first batch, with and without special tokens.
         self._backend_is_enough: dict[bool, bool] = {}
+        self._untrimmed: Any = None
 
     def ids(self, texts: list[str], *, specials: bool) -> list[list[int]]:
         """Token ids of texts.
@@ -52,8 +54,10 @@ class TextTokenizer:
         if not texts:
             return []
         if self._calls_backend(texts, specials):
-            return list(self.tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=specials))
-        if getattr(self.tokenizer, "is_fast", False):
+            if self._untrimmed is None:
+                self._untrimmed = untrimmed(self.tokenizer.backend_tokenizer)
+            return list(self._untrimmed.encode_batch(texts, add_special_tokens=specials))
+        if getattr(self.tokenizer, "is_fast", False) and not _trimming(self.tokenizer.backend_tokenizer)[1]:
             return list(self._call(texts, specials).encodings)
         alone = self.ids(texts, specials=False)
         whole = self.ids(texts, specials=True) if specials else alone
@@ -152,6 +156,25 @@ def _added(ids: list[int], own: list[int]) -> list[int]:
         if ids[before : before + len(own)] == own:
             return [1] * before + [0] * len(own) + [1] * (len(ids) - before - len(own))
     return [0] * len(ids)
+
+
+def untrimmed(backend: Any) -> Any:
+    """A `tokenizers.Tokenizer` that gives the same ids, each with all of its characters: some leave the white space at
+    a token's ends out (trim_offsets), and would leave the indentation of an answer's first line out with it."""
+    processor, trimming = _trimming(backend)
+    if not trimming:
+        return backend
+    for one in trimming:
+        one["trim_offsets"] = False
+    return type(backend).from_str(json.dumps({**json.loads(backend.to_str()), "post_processor": processor}))
+
+
+def _trimming(backend: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The settings of a post-processor, and the parts of them that trim."""
+    if backend.post_processor is None:
+        return {}, []
+    settings = json.loads(backend.post_processor.__getstate__())
+    return settings, [one for one in (settings, *settings.get("processors", [])) if one.get("trim_offsets")]
 
 
 def _is_unicode(text: str) -> bool:

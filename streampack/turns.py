@@ -11,7 +11,8 @@ template writes around any. What holds for nothing of this is refused: a templat
 
 By borders: rendering all the prefixes of a long conversation is slow. Where user and assistant take turns, the text is
 searched for each user's turn as the template writes one: end of the turn before, opening, content, closing. Found in
-one way only, and with one end of turn in each answer, they are the same places; else it is done by prefix.
+one way only, with the content of an answer after each (a system prompt or tools may change the generation prompt) and
+one end of turn in it, they are the same places; else it is done by prefix.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,6 +52,8 @@ class Borders:
     """After a user's content, to where the answer begins."""
     thinking: str
     """What the generation prompt has after that, which not all answers begin with: `<think>`."""
+    leads: tuple[str, str]
+    """What an answer and the last one begin with before their content: nothing, a space, an empty thinking."""
     ending: str
     """After an answer: the end of its turn."""
     last_ending: str
@@ -75,6 +78,7 @@ def learn_borders(render: Render, *, eos: str) -> Borders | None:
         opening=text[end : text.index(texts[2])],
         closing=closings[0],
         thinking=prompt.removeprefix(closings[0]),
+        leads=(text[first : text.index(texts[1])], text[second : text.index(texts[3])]),
         ending=text[ends[1] : end],
         last_ending=text[ends[3] :],
     )
@@ -97,7 +101,19 @@ def find_turns(text: str, messages: Sequence[Message], borders: Borders) -> list
     found = _search(text, contents, borders)
     if found is None and any(content != content.strip() for content in contents):
         found = _search(text, [content.strip() for content in contents], borders)  # many templates strip contents
+    if found is None or not all(
+        _begins_with_content(text[start:end], answer, borders.leads)
+        for (start, end), answer in zip(found, answers, strict=True)
+    ):
+        return None
     return found
+
+
+def _begins_with_content(text: str, answer: Message, leads: tuple[str, str]) -> bool:
+    content = _content(answer)
+    return content is not None and text.startswith(
+        tuple(lead + one for lead in leads for one in (content, content.strip()))
+    )
 
 
 def _search(text: str, contents: Sequence[str], borders: Borders) -> list[Span] | None:
@@ -143,7 +159,7 @@ def turns_by_prefix(text: str, messages: Sequence[Message], render: Render, *, e
         end = len(text) if at + 1 == len(messages) else _end(text, messages, at, render, eos)
         if not (spans[-1][1] if spans else 0) <= start <= end:
             raise UnclearTurns(f"the chat template writes messages[{at}] elsewhere than in its turn; {_REMEDY}")
-        _check_ending(text, message, end)
+        _check_ending(text, messages, at, end, render)
         spans.append((start, end))
     return spans
 
@@ -158,7 +174,7 @@ def last_part(text: str, messages: Sequence[Message], before: int, render: Rende
     if before or messages[0]["role"] == "assistant":
         start = _start(text, messages, before, render, eos)
     if messages[-1]["role"] == "assistant":
-        _check_ending(text, messages[-1], len(text))
+        _check_ending(text, messages, len(messages) - 1, len(text), render)
     return [(start, len(text))]
 
 
@@ -197,13 +213,12 @@ def _start_of_first(text: str, messages: Sequence[Message], render: Render) -> i
 def _end(text: str, messages: Sequence[Message], at: int, render: Render, eos: str) -> int:
     so_far = render(messages[: at + 1], False)
     end = _beginning(text, so_far, eos)
-    if end is not None:
+    # EOS at the end of a text may come after the end of the turn, or in its place.
+    if end == len(so_far) or (end is not None and _after(messages, at, at + 1, render).removesuffix(eos)):
         return end
     following = next((place for place in range(at + 1, len(messages)) if _is_answer(messages[place])), len(messages))
     whole = len(text) if following == len(messages) else _beginning(text, render(messages[:following], False), eos)
-    alone, followed = (
-        _with_placeholder(messages, at, stop, _MARK, render).rpartition(_MARK)[2] for stop in (at + 1, following)
-    )
+    alone, followed = (_after(messages, at, stop, render) for stop in (at + 1, following))
     if eos and not (whole is not None and text.endswith(followed, 0, whole)):
         followed = followed.removesuffix(eos)
     if eos and not followed.startswith(alone):
@@ -214,6 +229,11 @@ def _end(text: str, messages: Sequence[Message], at: int, render: Render, eos: s
             f"its end is not to be found; {_REMEDY}"
         )
     return whole - len(followed) + len(alone)
+
+
+def _after(messages: Sequence[Message], at: int, stop: int, render: Render) -> str:
+    """What the template writes after an answer in the place of messages[at], of the messages before `stop`."""
+    return _with_placeholder(messages, at, stop, _MARK, render).rpartition(_MARK)[2]
 
 
 def _with_placeholder(messages: Sequence[Message], at: int, stop: int, content: str, render: Render) -> str:
@@ -238,10 +258,22 @@ def _is_answer(message: Message) -> bool:
     return bool(message["role"] == "assistant")
 
 
-def _check_ending(text: str, message: Message, end: int) -> None:
-    """Refuse answers after which the template writes nothing: a model would not learn to stop."""
+def _content(message: Message) -> str | None:
+    """The text of a message, of several parts that of the last one; None: it has no text."""
     content = message.get("content")
-    if isinstance(content, str) and content.strip() and text.endswith(content.strip(), 0, end):
+    if isinstance(content, list) and content and isinstance(content[-1], dict):
+        content = content[-1].get("text")
+    return content if isinstance(content, str) else None
+
+
+def _check_ending(text: str, messages: Sequence[Message], at: int, end: int, render: Render) -> None:
+    """Refuse answers after which the template writes nothing: a model would not learn to stop."""
+    content = _content(messages[at]) or ""
+    is_bare = bool(content.strip()) and text.endswith(content.strip(), 0, end)
+    # White space at the end may be the answer's own, or the template's end of a turn.
+    if content != content.rstrip() and text.endswith(content, 0, end):
+        is_bare = not _after(messages, at, at + 1, render)
+    if is_bare:
         raise UnclearTurns(
             "the chat template writes nothing after an answer, so that its end cannot be learned; end the turns of "
             f"assistants in the template, or {_REMEDY}"

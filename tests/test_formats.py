@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from streampack import Mixture, PackedDataset, PackedLoader, StateError
@@ -16,7 +16,7 @@ from streampack.conversations import ROLES
 from . import chat_templates as templates
 from .chat_templates import chat_tokenizer
 from .test_encode import block_of, encoder_of
-from .tiny_tokenizers import word_tokenizer
+from .tiny_tokenizers import byte_tokenizer, word_tokenizer
 
 TEMPLATE = """\
 <s> {% for message in messages %}{{ message.role }} {{ message.content }}
@@ -658,3 +658,16 @@ def test_settings_that_mean_nothing_are_refused() -> None:
         PackedDataset(rows, seq_len=8, format="messages")
     with pytest.raises(TypeError, match="format is a dict, which is for the sources of a Mixture"):
         packed(rows, format={"a": "messages"})
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "in-a-sequence"])
+def test_white_space_at_the_border_is_on_its_side_also_where_the_tokenizer_leaves_it_out_of_the_places(
+    inside: bool,
+) -> None:
+    plain, trimming = byte_tokenizer(), byte_tokenizer()
+    processor = processors.ByteLevel(trim_offsets=True)
+    trimming.backend_tokenizer.post_processor = processors.Sequence([processor]) if inside else processor
+    rows = [{"prompt": "def f():\n", "completion": "    return 1\n"}, {"prompt": "a", "completion": "  "}]
+    wanted = encode(rows, plain, format="prompt_completion")
+    assert encode(rows, trimming, format="prompt_completion") == wanted
+    assert all(any(mask) and not all(mask) for _, mask in wanted)

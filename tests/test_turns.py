@@ -197,6 +197,47 @@ def test_a_template_that_does_not_end_answers_is_refused_since_a_model_would_not
         )
 
 
+@pytest.mark.parametrize("answer", ["4\n", [{"type": "text", "text": "4"}], [{"type": "text", "text": "4 "}]], ids=str)
+def test_white_space_at_the_end_of_an_answer_and_parts_are_no_end_of_a_turn(answer: Any) -> None:
+    open_ended = "{% for m in messages %}{{ m.role }}: {{ m.content if m.content is string else m.content[0].text }}"
+    open_ended += "{% if not loop.last %};{% endif %}{% endfor %}{% if add_generation_prompt %};assistant: {% endif %}"
+    asked = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": answer}]
+    assert "writes nothing after an answer, so that its end cannot be learned" in answers(open_ended, asked)
+
+
+def test_white_space_that_a_template_writes_after_an_answer_is_the_end_of_its_turn() -> None:
+    lines = "{% for message in messages %}{{ message.role + ': ' + message.content.strip() + '\\n' }}{% endfor %}"
+    lines += "{% if add_generation_prompt %}assistant: {% endif %}"
+    assert answers(lines, talk("2+2?", "4\n")) == "user: 2+2?\nassistant: «4\n»"
+
+
+@pytest.mark.parametrize("answer", ["a\n", "", "a"])
+def test_eos_in_the_place_of_the_end_of_a_turn_is_not_taken_for_something_after_it(answer: str) -> None:
+    ends = "{% for message in messages %}{{ '<' + message.role + '>' + message.content }}"
+    ends += "{% if loop.last and message.role == 'assistant' %}{{ eos_token }}{% else %}<end>{% endif %}{% endfor %}"
+    ends += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    assert answers(ends, talk("q", answer, "r", "b")).startswith(
+        "targets: the chat template writes messages[1] otherwise when others follow, "
+    )
+    assert answers(ends, talk("q", answer, "r", "b"), only_last=True).endswith("<user>r<end><assistant>«b</s>»")
+
+
+def test_a_generation_prompt_that_depends_on_the_system_prompt_or_the_tools_is_no_target() -> None:
+    quick = "{% set quick = tools or (messages[0].role == 'system' and '/quick' in messages[0].content) %}"
+    quick += "{% for message in messages %}{{ '<' + message.role + '>' }}"
+    quick += "{% if message.role == 'assistant' and quick %}<think></think>{% endif %}{{ message.content }}<end>"
+    quick += "{% endfor %}{% if add_generation_prompt %}<assistant>{% if quick %}<think></think>{% endif %}{% endif %}"
+    assert answers(quick, talk("q", "a")) == "<user>q<end><assistant>«a<end>»"
+    assert answers(quick, talk("q", "a", "r", "b", system="/quick")) == (
+        "<system>/quick<end><user>q<end><assistant><think></think>«a<end>»"
+        "<user>r<end><assistant><think></think>«b<end>»"
+    )
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    for only_last in (False, True):
+        found = answers(quick, talk("q", "a"), tools=tools, only_last=only_last)
+        assert found == "<user>q<end><assistant><think></think>«a<end>»"
+
+
 def test_a_template_that_raises_is_a_fault_with_its_text() -> None:
     raised = "template: the chat template raised TemplateError: Conversation roles must alternate"
     assert answers(templates.GEMMA, talk("hi", "ho")[::-1]).startswith(raised)
