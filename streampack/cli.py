@@ -23,6 +23,7 @@ from streampack.report import make_report
 from streampack.show import show_row, stretches
 from streampack.state import check
 from streampack.trace import TracedRow, trace_rows, trace_step
+from streampack.wording import visible
 
 MISSING = "the command line needs rich and matplotlib: pip install 'streampack[report]'"
 
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # who reads the output, such as `head`, has seen enough; nor may the exit try to write it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, TypeError, OSError, ImportError) as error:
-        sys.stderr.write(f"streampack: {_as_flags(' '.join(str(error).split()))}\n")
+        sys.stderr.write(f"streampack: {visible(_as_flags(' '.join(str(error).split())))}\n")
         return 2
     except KeyboardInterrupt:
         sys.stderr.write("streampack: interrupted\n")
@@ -58,7 +59,7 @@ def _as_flags(text: str) -> str:
 
 
 def _write_warning(message: Warning | str) -> None:
-    sys.stderr.write(f"streampack: {' '.join(str(message).split())}\n")
+    sys.stderr.write(f"streampack: {visible(' '.join(str(message).split()))}\n")
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
@@ -152,7 +153,9 @@ def _report(options: argparse.Namespace) -> None:
 
 def _plan(options: argparse.Namespace) -> None:
     terminal, _ = _views()
-    passes = getattr(options, "epochs", None) or 1
+    passes = getattr(options, "epochs", 1)
+    if passes is None and options.tokens is None:
+        raise ValueError("an endless stream has no steps of its own: pass --tokens, or a number of --epochs")
     options.epochs = 1  # of each pass
     dataset = _dataset(options)
     wanted, bar = _reading(options, dataset)
@@ -162,7 +165,7 @@ def _plan(options: argparse.Namespace) -> None:
             ranks=options.ranks,
             batch_size=options.batch_size,
             accumulation=options.accumulation,
-            epochs=passes,
+            epochs=1 if passes is None else passes,
             tokens=options.tokens,
             at_end=options.at_end,
             examples=wanted,

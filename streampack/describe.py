@@ -6,7 +6,11 @@ from typing import Any
 
 from streampack.dealing import Deal
 from streampack.lane_state import COUNTS, LaneState
-from streampack.state import check, check_is_state
+from streampack.packing import UNPACKED
+from streampack.state import StateError, check, check_is_state
+
+_NEEDED = ("source", "tokenizer", "num_shards", "lanes", "seq_len", "packing", "seed", "shuffle")
+"""Of what identifies the stream, what is described."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +60,9 @@ class StateDescription:
     """Lane by lane, and of a mixture source by source."""
     totals: dict[str, int]
     """Counts since the stream began, see `PackedLoader.stats`."""
-    fill: float
+    fill: float | None
+    """Share of the rows' cells that hold tokens; None: rows have no fixed length, and a state does not tell of batches.
+    """
     refuses: list[str]
     """Where it cannot be loaded."""
     allows: list[str]
@@ -99,10 +105,15 @@ def describe_state(state: Mapping[str, Any]) -> StateDescription:
     check_is_state(state)
     check(state, stream=state["stream"])
     stream = dict(state["stream"])
+    missing = [key for key in _NEEDED if key not in stream]
+    if missing:
+        raise StateError(
+            f"the state has no {missing[0]!r} of its stream: it is damaged; pass what state_dict() returned"
+        )
     lanes = {int(lane): LaneState.from_json(text) for lane, text in state["lanes"].items()}
     places = [place for number, lane in sorted(lanes.items()) for place in _places(stream, number, lane)]
     totals = _totals(state, lanes)
-    cells = totals["rows"] * stream["seq_len"]
+    cells = totals["rows"] * stream["seq_len"] if stream["packing"] not in UNPACKED else None
     shares = [place.share for place in places]
     known = [share for share in shares if share is not None]
     begun = len(lanes)
@@ -121,7 +132,7 @@ def describe_state(state: Mapping[str, Any]) -> StateDescription:
         lanes_begun=begun,
         places=places,
         totals=totals,
-        fill=totals["tokens"] / cells if cells else 0.0,
+        fill=None if cells is None else totals["tokens"] / cells if cells else 0.0,
         refuses=_refuses(state),
         allows=_allows(state),
     )

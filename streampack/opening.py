@@ -10,6 +10,7 @@ from streampack.dataset import PackedDataset
 from streampack.files import Files
 from streampack.huggingface import open_hub, open_saved
 from streampack.mds import MDSSource
+from streampack.packing import UNPACKED
 from streampack.storage import is_url
 
 _FILE_ENDINGS = (".jsonl", ".json", ".ndjson", ".parquet", ".arrow", ".gz", ".zst", ".bz2", ".xz")
@@ -99,6 +100,8 @@ def open_dataset(
                     "...) with your dataset"
                 )
         before = {name: saved[name] for name in SETTINGS if saved.get(name) is not None or name == "epochs"}
+        if saved.get("packing") in UNPACKED:  # they say themselves that there is one in a row
+            before.pop("max_examples_per_row", None)
     settings = {**before, **given}
     if "seq_len" not in settings:
         raise ValueError("how long are rows? pass seq_len=...")

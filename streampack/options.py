@@ -47,13 +47,17 @@ def _report(commands: Any) -> None:
     command = _add(commands, "report", "what a source is made of, and what rows it makes")
     command.add_argument("source", nargs="+", metavar="SOURCE", help=_SOURCE_HELP)
     _add_reading(command)
-    command.add_argument("--seq-lens", type=int, nargs="+", metavar="N", help="row lengths to compare")
+    command.add_argument("--seq-lens", type=_positive, nargs="+", metavar="N", help="row lengths to compare")
     command.add_argument(
-        "--buffer-sizes", type=int, nargs="+", default=BUFFER_SIZES, metavar="N", help="buffer sizes to compare"
+        "--buffer-sizes", type=_positive, nargs="+", default=BUFFER_SIZES, metavar="N", help="buffer sizes to compare"
     )
-    command.add_argument("--ranks", type=int, nargs="+", default=[1], metavar="R", help="ranks that you may ever use")
-    command.add_argument("--workers", type=int, default=0, metavar="W", help="DataLoader workers of each rank")
-    command.add_argument("--batch-size", type=int, default=1, metavar="B", help="rows in a batch of a rank")
+    command.add_argument(
+        "--ranks", type=_positive, nargs="+", default=[1], metavar="R", help="ranks that you may ever use"
+    )
+    command.add_argument(
+        "--workers", type=_not_negative, default=0, metavar="W", help="DataLoader workers of each rank"
+    )
+    command.add_argument("--batch-size", type=_positive, default=1, metavar="B", help="rows in a batch of a rank")
     command.add_argument("--html", metavar="FILE", help="write a page with pictures")
     _add_json(command)
     _add_stream(command)
@@ -75,14 +79,19 @@ def _trace(commands: Any) -> None:
     command.add_argument("state", nargs="?", metavar="STATE", help=_STATE_HELP)
     command.add_argument("--source", nargs="+", required=True, metavar="SOURCE", help=_SOURCE_HELP)
     which = command.add_mutually_exclusive_group(required=True)
-    which.add_argument("--step", type=int, metavar="K", help="an optimizer step of the pass, counted from 0")
-    which.add_argument("--row", type=int, metavar="G", help="a row of the stream, counted from 0")
-    command.add_argument("--rows", type=int, default=1, metavar="N", help="with --row: so many rows (1)")
+    which.add_argument("--step", type=_not_negative, metavar="K", help="an optimizer step of the pass, counted from 0")
+    which.add_argument("--row", type=_not_negative, metavar="G", help="a row of the stream, counted from 0")
+    command.add_argument("--rows", type=_positive, default=1, metavar="N", help="with --row: so many rows (1)")
     _add_topology(command)
     command.add_argument(
-        "--saved-after", type=int, metavar="S", help="steps done when STATE was saved, if it was not always this batch"
+        "--saved-after",
+        type=_not_negative,
+        metavar="S",
+        help="steps done when STATE was saved, if it was not always this batch",
     )
-    command.add_argument("--epoch", type=int, default=0, metavar="E", help="without STATE: the epoch of the pass (0)")
+    command.add_argument(
+        "--epoch", type=_not_negative, default=0, metavar="E", help="without STATE: the epoch of the pass (0)"
+    )
     _add_characters(command)
     _add_json(command)
     _add_stream(command)
@@ -92,9 +101,11 @@ def _show(commands: Any) -> None:
     command = _add(commands, "show", "packed rows as text: examples in colours, targets underlined, padding marked")
     command.add_argument("source", nargs="+", metavar="SOURCE", help=_SOURCE_HELP)
     command.add_argument("--state", metavar="STATE", help=_STATE_HELP)
-    command.add_argument("--row", type=int, metavar="G", help="the first row (that of STATE, or 0)")
-    command.add_argument("--rows", type=int, default=2, metavar="N", help="so many rows (2)")
-    command.add_argument("--epoch", type=int, default=0, metavar="E", help="without STATE: the epoch of the pass (0)")
+    command.add_argument("--row", type=_not_negative, metavar="G", help="the first row (that of STATE, or 0)")
+    command.add_argument("--rows", type=_positive, default=2, metavar="N", help="so many rows (2)")
+    command.add_argument(
+        "--epoch", type=_not_negative, default=0, metavar="E", help="without STATE: the epoch of the pass (0)"
+    )
     _add_characters(command)
     _add_stream(command)
 
@@ -116,15 +127,17 @@ def _add_reading(command: argparse.ArgumentParser) -> None:
 
 
 def _add_topology(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--ranks", type=int, default=1, metavar="R", help="data-parallel ranks (1)")
-    command.add_argument("--batch-size", type=int, default=1, metavar="B", help="rows in a batch of a rank (1)")
-    command.add_argument("--accumulation", type=int, default=1, metavar="A", help="batches in an optimizer step (1)")
+    command.add_argument("--ranks", type=_positive, default=1, metavar="R", help="data-parallel ranks (1)")
+    command.add_argument("--batch-size", type=_positive, default=1, metavar="B", help="rows in a batch of a rank (1)")
+    command.add_argument(
+        "--accumulation", type=_positive, default=1, metavar="A", help="batches in an optimizer step (1)"
+    )
 
 
 def _add_characters(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--characters",
-        type=int,
+        type=_not_negative,
         default=CHARACTERS,
         metavar="N",
         help=f"of a text that are shown; 0: all ({CHARACTERS})",
@@ -179,9 +192,23 @@ def _count(text: str) -> int:
         value = float(digits.replace(",", "").replace("_", "")) * factor
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no number; write 20000, 20K, 3M or 2B") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be at least 1")
+    if not 1 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be at least 1, and finite")
     return round(value)
+
+
+def _positive(text: str) -> int:
+    return _at_least(1, text)
+
+
+def _not_negative(text: str) -> int:
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r}: pass a number of at least {least}")
+    return int(text)
 
 
 def _epochs(text: str) -> int | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from streampack.interval import Estimate
 from streampack.report import PADDED_BATCH, Packed, Report
-from streampack.wording import many, number, share
+from streampack.wording import many, number, share, visible
 
 _COLOURS = ("#4c78a8", "#f2a541", "#54a24b", "#b279a2", "#e45756", "#72b7b2")
 _INK, _QUIET, _EMPTY = "#1f2933", "#7b8794", "#e4e7eb"
@@ -105,7 +105,7 @@ def page(report: Report) -> str:
 
 
 def _text(value: object) -> str:
-    return html.escape(str(value))
+    return html.escape(visible(str(value)))
 
 
 def _section(title: str, note: str, inner: str) -> str:

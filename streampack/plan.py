@@ -17,7 +17,7 @@ from streampack.interval import Estimate
 from streampack.ranks import check_rank
 from streampack.recording import Recording, record
 from streampack.replay import Replay, replay
-from streampack.report import SAMPLE
+from streampack.report import SAMPLE, stops
 from streampack.stream import Stream
 from streampack.totals import Totals, totals
 
@@ -50,7 +50,11 @@ class Plan:
     tokens: Estimate
     """In rows of the whole plan."""
     examples: Estimate | None
-    """Of the whole plan."""
+    """Of the whole plan, also those that are left out."""
+    left_out: float
+    """The share of examples that are left out: empty, bad, over-long, without a target."""
+    stops: list[str]
+    """What would stop training, as `Report.stops`."""
     num_training_steps: int
     """For the learning-rate schedule (and `max_steps`)."""
     advice: list[str]
@@ -143,6 +147,8 @@ def make_plan(
         steps=steps,
         tokens=all_tokens,
         examples=all_examples,
+        left_out=sum(recording.left_out().values()) / recording.num_examples,
+        stops=stops(recording, stream),
         num_training_steps=schedule,
         advice=_advice(steps, is_budget=tokens is not None, examples_per_step=taken, rows_per_step=rows_per_step),
     )

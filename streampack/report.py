@@ -15,6 +15,7 @@ import numpy.typing as npt
 from streampack.arguments import check_numbers
 from streampack.dataset import PackedDataset
 from streampack.interval import Estimate
+from streampack.lanes import BAD_ALLOWED
 from streampack.recording import Recording, lenient, record
 from streampack.replay import Replay, replay
 from streampack.stream import Stream
@@ -181,7 +182,7 @@ def make_report(
         histogram=_histogram(lengths),
         left_out=made.left_out,
         overlong=_overlong(recording, stream, stream.packer.seq_len),
-        stops=_stops(recording, stream),
+        stops=stops(recording, stream),
         bad=recording.bad,
         epoch=epoch,
         packed=_packed(recording, stream, made),
@@ -218,7 +219,8 @@ def _overlong(recording: Recording, stream: Stream, seq_len: int) -> int:
     return int(np.count_nonzero(recording.tokens > longest))
 
 
-def _stops(recording: Recording, stream: Stream) -> list[str]:
+def stops(recording: Recording, stream: Stream) -> list[str]:
+    """What of the examples would stop training, with the remedy: policies that say "error", or are not chosen."""
     policies, found = stream.parts[0].encoder.policies, []
     overlong = _overlong(recording, stream, stream.packer.seq_len)
     if overlong and policies.overlong in ("auto", "error") and lenient(policies.overlong, recording) == "drop":
@@ -230,7 +232,7 @@ def _stops(recording: Recording, stream: Stream) -> list[str]:
     allowed = stream.packer.max_bad_share
     if bad and policies.bad == "error":
         found.append(f"{bad:,} examples are bad: mend the data, or choose bad='drop'")
-    elif bad > allowed * recording.num_examples:
+    elif bad > max(BAD_ALLOWED, allowed * recording.num_examples):
         found.append(f"{bad:,} examples are bad, more than max_bad_share={allowed:g}: mend the data")
     if left.get("empty") and policies.empty == "error":
         found.append(f"{left['empty']:,} examples are empty: choose empty='drop'")

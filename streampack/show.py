@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from streampack.collate import PackedRow
 from streampack.rows import IGNORE
-from streampack.wording import many
+from streampack.wording import many, visible
 
 CHARACTERS = 400
 """Of one stretch of text that are shown, unless more are asked for."""
@@ -75,6 +75,8 @@ def _shortened(text: str, characters: int | None) -> str:
         return text
     half = max(1, characters // 2)
     left = len(text) - 2 * half
+    if left <= 0:
+        return text
     return f"{text[:half]} [... {left:,} characters ...] {text[len(text) - half :]}"
 
 
@@ -108,7 +110,7 @@ def show_row(row: PackedRow, tokenizer: Any = None, *, characters: int | None = 
             lines += [f"[{stretch.example + 1}] {place(source, shard, index)}", ""]
             last = stretch.example
         lines[-1] += f"«{stretch.text}»" if stretch.is_target else stretch.text
-    return "\n".join(lines)
+    return visible("\n".join(lines))
 
 
 def place(source: str, shard: int | str, index: int) -> str:

@@ -81,7 +81,8 @@ def check_is_state(state: Any) -> None:
     Raises:
         StateError: saying what it is.
     """
-    if not isinstance(state, Mapping) or not {"version", "stream", "lanes"} <= set(state):
+    is_one = isinstance(state, Mapping) and {"version", "stream", "lanes"} <= set(state)
+    if not is_one or not all(isinstance(state[key], Mapping) for key in ("stream", "lanes")):
         raise StateError(f"not a streampack state: {type(state).__name__}; pass what state_dict() returned")
     missing = [key for key in _KEYS if key not in state]
     if missing and state["version"] == VERSION:
@@ -100,11 +101,22 @@ def _check_numbers(state: Mapping[str, Any]) -> None:
     numbers |= (
         {f"totals.{key}": count for key, count in totals.items()} if isinstance(totals, Mapping) else {"totals": 0.5}
     )
-    wrong = [key for key, number in numbers.items() if type(number) is not int or number < 0]
-    if wrong:
-        key = wrong[0]
-        value = totals if key == "totals" else numbers[key]
+    wrong = {key: number for key, number in numbers.items() if not _is_count(number)}
+    if "totals" in wrong:
+        wrong["totals"] = totals
+    wrong |= {key: state[key] for key in ("pass", "worker") if not _is_pair(state[key], may_be_open=key == "pass")}
+    for key, value in wrong.items():
         raise StateError(f"{key}={value!r} of the state is damaged; pass what state_dict() returned")
+
+
+def _is_count(number: Any) -> bool:
+    return type(number) is int and number >= 0
+
+
+def _is_pair(value: Any, *, may_be_open: bool) -> bool:
+    """Whether it is two counts; may_be_open: the second may be None."""
+    is_two = isinstance(value, list | tuple) and len(value) == 2
+    return is_two and _is_count(value[0]) and (_is_count(value[1]) or (may_be_open and value[1] is None))
 
 
 def _check_lanes(state: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from streampack.plan import Plan
 from streampack.report import PADDED_BATCH, Packed, Report, Spread
-from streampack.wording import about, many, number, share
+from streampack.wording import about, many, number, share, visible
 
 WIDTH = 100
 """Columns where the output is no terminal."""
@@ -47,7 +47,7 @@ def pairs(values: Iterable[tuple[str, str]]) -> RenderableType:
     made.add_column(style="dim", no_wrap=True)
     made.add_column(overflow="fold")
     for name, value in values:
-        made.add_row(name, Text(value))
+        made.add_row(name, Text(visible(value)))
     return Padding(made, (0, 0, 0, 2), expand=False)
 
 
@@ -57,13 +57,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) 
     for place, name in enumerate(head):
         made.add_column(name, justify="left" if place < left else "right", overflow="fold")
     for row in rows:
-        made.add_row(*map(escape, row))
+        made.add_row(*(escape(visible(cell)) for cell in row))
     return Padding(made, (0, 0, 0, 1), expand=False)
 
 
 def lines(texts: Iterable[str], style: str = "") -> list[RenderableType]:
     """Sentences, each a point of a list."""
-    return [Padding(Text(f"- {text}", style=style), (0, 0, 0, 2), expand=False) for text in texts]
+    return [Padding(Text(f"- {visible(text)}", style=style), (0, 0, 0, 2), expand=False) for text in texts]
 
 
 def _quantiles(of: Spread, *, as_share: bool = False) -> list[str]:
@@ -80,7 +80,7 @@ def report_view(report: Report) -> RenderableType:
     what = "all of it" if read.is_all else "a sample; --all reads all, for exact numbers"
     shards = many(read.of_shards, "shard")
     shards = f"{read.shards:,} of {shards}" if read.shards < read.of_shards else shards
-    head = Text(report.source, style="bold", overflow="fold").append(
+    head = Text(visible(report.source), style="bold", overflow="fold").append(
         f"\nread {read.examples:,} examples in {shards}: {what}", style="dim"
     )
     parts: list[RenderableType] = [head, *_of_lengths(report), *_of_left_out(report)]
@@ -204,7 +204,9 @@ def plan_view(plan: Plan) -> RenderableType:
     if plan.epoch is not None:
         epoch = plan.epoch
         note = "exact" if epoch.rows.is_exact else "estimated, with an interval"
-        rows = [("examples", about(epoch.examples)), ("tokens", about(epoch.tokens)), ("rows", about(epoch.rows))]
+        left = f", {share(plan.left_out)} of them left out" if plan.left_out else ""
+        rows = [("examples", about(epoch.examples) + left), ("tokens", about(epoch.tokens))]
+        rows.append(("rows", about(epoch.rows)))
         parts += [title("An epoch", note), pairs([*rows, ("steps", about(plan.steps_per_epoch))])]
     epochs = (
         f"{number(plan.epochs)} epoch{'s' * (plan.epochs != 1)}"
@@ -215,4 +217,5 @@ def plan_view(plan: Plan) -> RenderableType:
     whole = [("steps", about(plan.steps)), ("tokens", about(plan.tokens)), ("examples", about(plan.examples))]
     parts += [title(heading[0].upper() + heading[1:]), pairs(whole)]
     parts += [title("The schedule"), pairs([("num_training_steps", f"{plan.num_training_steps:,}")])]
-    return Group(*parts, *lines(plan.advice))
+    stops = lines([f"this would stop training: {stop}" for stop in plan.stops], "bold red")
+    return Group(*parts, *lines(plan.advice), *stops)

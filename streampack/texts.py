@@ -31,7 +31,7 @@ class TextTokenizer:
         if append_eos is True and self.eos is None:
             raise ValueError("append_eos=True, but the tokenizer has no eos_token_id; set tokenizer.eos_token")
         self.bos = getattr(tokenizer, "bos_token_id", None)
-        self._specials: int | None = None
+        self._specials: list[int] | None = None
         # Whether the Rust tokenizer inside gives the ids of the Python one around it, as it does unless that one is
         # special; it is about a sixth faster. Found out on the first batch, with and without special tokens.
         self._backend_is_enough: dict[bool, bool] = {}
@@ -95,9 +95,12 @@ class TextTokenizer:
         """The tokens of a text with end-of-sequence once, which is a target, and beginning-of-sequence not twice (where
         the text has it already)."""
         if self._specials is None:
-            self._specials = len(self.tokenizer("", verbose=False)["input_ids"])
-        if len(ids) <= self._specials:  # nothing of the text itself
+            self._specials = list(self.tokenizer("", verbose=False)["input_ids"])
+        if len(ids) <= len(self._specials):  # nothing of the text itself
             return Encoded(np.zeros(0, dtype=np.int32), None)
+        if self.eos is not None and self._specials[-1:] == [self.eos] and ids[-2:] == [self.eos, self.eos]:
+            ids = ids[:-1]  # the text has it already, and the tokenizer has added it
+            targets = None if targets is None else targets[:-1]
         if self.eos is not None and ids[-1] != self.eos:
             ids.append(self.eos)
             targets = None if targets is None else np.append(targets, True)

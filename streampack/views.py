@@ -14,7 +14,7 @@ from streampack.describe import StateDescription, StateDifference
 from streampack.show import headline, place, stretches
 from streampack.terminal import lines, pairs, table, title
 from streampack.trace import TracedRow
-from streampack.wording import many, number, share
+from streampack.wording import many, number, share, visible
 
 COLOURS = ("cyan", "yellow", "green", "magenta")
 """Of the examples in a row, in turn."""
@@ -51,19 +51,21 @@ def _examples(row: TracedRow, texts: Sequence[str]) -> RenderableType:
         if example.first_token:
             name += f" from token {example.first_token:,}"
         cells = f"{example.begin} .. {example.end - 1}"
-        made.add_row(cells, f"{example.tokens:,}", Text(name), Text(" ".join(text.split()), style=colour))
+        made.add_row(
+            cells, f"{example.tokens:,}", Text(visible(name)), Text(visible(" ".join(text.split())), style=colour)
+        )
     return made
 
 
 def row_view(name: str, row: PackedRow, tokenizer: Any, *, characters: int | None) -> RenderableType:
     """A packed row as coloured text."""
-    text = Text(name, style="bold").append(f": {headline(row)}\n", style="not bold dim")
+    text = Text(visible(name), style="bold").append(f": {visible(headline(row))}\n", style="not bold dim")
     for stretch in stretches(row, tokenizer, characters=characters):
         if stretch.example < 0:
             text.append(f"░░ {stretch.cells:,} cells of padding ░░", style="not bold dim")
         else:
             colour = f"not bold {COLOURS[stretch.example % len(COLOURS)]}"
-            text.append(stretch.text, style=f"{colour} underline" if stretch.is_target else colour)
+            text.append(visible(stretch.text), style=f"{colour} underline" if stretch.is_target else colour)
     return text.append("\n")
 
 
@@ -89,7 +91,8 @@ def state_view(state: StateDescription, *, epoch: float | None = None, refused: 
     if state.places:
         parts += [title("Lanes"), _places(state)]
     given = [(name.replace("_", " "), f"{count:,}") for name, count in state.totals.items() if count]
-    parts += [title("What it has given", "since the stream began"), pairs([*given, ("fill", share(state.fill))])]
+    given += [] if state.fill is None else [("fill", share(state.fill))]
+    parts += [title("What it has given", "since the stream began"), pairs(given)]
     if refused is not None:
         parts += [title("This source"), *lines([refused], "bold red")]
     return Group(*parts, title("It refuses"), *lines(state.refuses), title("It allows"), *lines(state.allows))

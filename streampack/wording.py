@@ -2,6 +2,14 @@
 
 from streampack.interval import Estimate
 
+_HIDDEN = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n"}
+_HIDDEN |= {127: "\u2421"} | {code: f"\\x{code:02x}" for code in range(0x80, 0xA0)}
+
+
+def visible(text: str) -> str:
+    """A text from data or a file's name with its control characters made visible: a terminal would obey them."""
+    return text.translate(_HIDDEN)
+
 
 def number(value: float | None) -> str:
     """A number for people: whole ones with commas, others with three figures."""

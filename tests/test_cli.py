@@ -263,6 +263,50 @@ def test_a_plan_tells_the_schedule(run, folder):
     assert budget["num_training_steps"] == -(-2_000_000 // budget["tokens_per_step"])
 
 
+def test_a_plan_and_a_report_say_what_would_stop_training_and_what_is_left_out(run, folder):
+    (folder / "bad.jsonl").write_text('{"text": "ok fine"}\n{bad\n{"text": null}\n{"text": "fine too"}\n')
+    command = "bad.jsonl --tokenizer tokenizer --seq-len 64 --lanes 1"
+    for name in ("plan", "report"):
+        output = " ".join(output_of(run, f"{name} {command}").split())
+        assert "this would stop training: 2 examples are bad: mend the data, or choose bad='drop'" in output
+    output = output_of(run, f"plan {command} --bad drop")
+    assert re.search(r"examples +4, 50.0% of them left out\n", output)
+    assert "stop training" not in output
+
+
+@pytest.mark.parametrize("packing", ["none", "by_length"])
+def test_rows_that_are_not_packed_are_traced_and_shown_from_a_state_too(run, folder, packing):
+    loader = loader_of(folder, packing=packing)
+    trained = []
+    for step, _ in enumerate(loader):
+        trained.append(loader.provenance)
+        if step == 1:
+            streampack.save_json(loader, folder / f"{packing}.json")
+        if step == 4:
+            break
+    command = f"trace {packing}.json --source functions.jsonl --tokenizer tokenizer --step 4 --batch-size 3 --json -"
+    rows = json.loads(output_of(run, command))
+    found = [[one["index"] for one in row["examples"]] for row in rows]
+    assert found == [[index for _, _, index in row] for row in trained[4]]
+    shown = output_of(run, f"show functions.jsonl --tokenizer tokenizer --state {packing}.json --rows 1")
+    assert shown.startswith("Row 6, ")
+
+
+def test_control_characters_of_texts_and_names_do_not_reach_the_terminal(run, folder, monkeypatch):
+    (folder / "\x1b[31mred.jsonl").write_text('{"text": "a\\u001b]0;owned\\u0007b\\u009bc"}\n')
+    monkeypatch.setenv("COLUMNS", "200")
+    stream = "--tokenizer tokenizer --seq-len 64 --lanes 1"
+    for command in (
+        f"show *red.jsonl {stream}",
+        f"trace --source *red.jsonl {stream} --step 0",
+        f"report *red.jsonl {stream}",
+    ):
+        output = output_of(run, command)
+        assert "␛[31mred.jsonl" in output
+        assert not {"\x1b", "\x07", "\x9b"} & set(output)
+        assert command.startswith("report") or "␛]0;owned␇b\\x9bc" in output
+
+
 def test_a_trace_is_what_a_run_trained_on(run, folder):
     loader = loader_of(folder, seed=5, buffer_size=32)
     trained = []
@@ -366,6 +410,10 @@ ERRORS = {
     "trace nothing.json --source ids.jsonl --step 3": r".*No such file or directory: 'nothing.json'",
     "state ids.jsonl": r"ids.jsonl is damaged, no whole JSON: .*",
     "trace --source ids.jsonl --seq-len 64 --lanes 1 --step 99999": r"the pass ends after \d+ steps, before step 99999",
+    "plan ids.jsonl --seq-len 64 --epochs 0": r"epochs=0: must be at least 1",
+    "plan ids.jsonl --seq-len 64 --epochs endless": (
+        r"an endless stream has no steps of its own: pass --tokens, or a number of --epochs"
+    ),
     "state diff one": r"streampack state diff takes two states: streampack state diff A B",
 }
 
@@ -418,6 +466,17 @@ def test_without_rich_and_matplotlib_the_extra_is_named(run, monkeypatch):
     status, _, error = run("state ids.jsonl")
     assert status == 2
     assert error == "streampack: the command line needs rich and matplotlib: pip install 'streampack[report]'\n"
+
+
+@pytest.mark.parametrize(
+    "option", ["--tokens inf", "--tokens nan", "--sample 0", "--ranks 0", "--batch-size -1", "--accumulation x"]
+)
+def test_numbers_that_cannot_be_used_are_refused(option, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", "ids.jsonl", "--seq-len", "64", *option.split()])
+    assert stopped.value.code == 2
+    name, value = option.split()
+    assert re.search(rf"argument {name}: '{value}': (must be|pass a number of) at least 1", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("command", ["", "report", "plan", "trace", "show", "state"])

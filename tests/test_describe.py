@@ -126,6 +126,31 @@ def test_states_of_two_streams_differ_by_what_is_refused():
     assert diff_states(one, other).stream == {"seq_len": (64, 32), "seed": (3, 4)}
 
 
+@pytest.mark.parametrize("packing", ["none", "by_length"])
+def test_of_rows_without_a_fixed_length_no_fill_is_told(packing):
+    loader = loader_after(4, packing=packing)
+    assert describe_state(loader.state_dict()).fill is None
+    assert loader.stats["fill"] > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state["stream"].pop("seq_len"), "the state has no 'seq_len' of its stream: it is damaged"),
+        (lambda state: state.update({"pass": [0]}), r"pass=\[0\] of the state is damaged"),
+        (lambda state: state.update({"pass": ["a", "b"]}), r"pass=\['a', 'b'\] of the state is damaged"),
+        (lambda state: state.update(worker=[0, None]), r"worker=\[0, None\] of the state is damaged"),
+        (lambda state: state.update(stream=None), "not a streampack state: dict"),
+        (lambda state: state.update(lanes=[1]), "not a streampack state: dict"),
+    ],
+)
+def test_a_damaged_state_is_refused_in_a_line(change, message):
+    state = copy.deepcopy(loader_after(2).state_dict())
+    change(state)
+    with pytest.raises(StateError, match=message):
+        describe_state(state)
+
+
 def test_what_is_no_state_of_this_version_is_refused():
     state = loader_after(2).state_dict()
     with pytest.raises(StateError, match="format version 1, this streampack reads version 3"):

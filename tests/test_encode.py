@@ -102,6 +102,15 @@ def test_without_append_eos_the_ids_are_those_of_the_tokenizer(adds):
 
 def test_a_text_that_ends_with_the_eos_token_gets_no_second_one():
     assert encode_texts("a </s>", "</s>", tokenizer=word_tokenizer()) == [[3, 2], [2]]
+    assert encode_texts("a </s>", "</s>", "a", tokenizer=word_tokenizer(adds=ADDS["BOS and EOS"])) == [
+        [1, 3, 2],
+        [1, 2],
+        [1, 3, 2],
+    ]
+
+
+def test_eos_tokens_that_a_text_has_several_of_stay():
+    assert encode_texts("a </s> </s>", tokenizer=word_tokenizer()) == [[3, 2, 2]]
 
 
 def test_an_eos_token_inside_of_a_text_stays():

@@ -1,7 +1,9 @@
 """Rows as text."""
 
+import pytest
+
 from streampack import PackedDataset, show_row
-from streampack.show import Stretch, stretches
+from streampack.show import Stretch, _shortened, stretches
 
 from .streams import Shards
 from .tiny_tokenizers import byte_tokenizer, word_tokenizer
@@ -55,3 +57,10 @@ def test_long_text_loses_its_middle():
     row = first_row([{"input_ids": list(range(10, 40))}], seq_len=32)
     assert stretches(row, characters=11)[1].text == "11 12 [... 76 characters ...] 38 39"
     assert "characters" not in show_row(row, characters=None)
+
+
+@pytest.mark.parametrize("characters", [1, 2, 3])
+def test_a_text_that_would_lose_nothing_stays_whole(characters):
+    for text in ("a", "ab", "abc", "abcd"):
+        shown = _shortened(text, characters)
+        assert shown == text or "[... 0" not in shown
