@@ -163,7 +163,7 @@ class ItemReader:
                 size = f" (of {count} examples)" if count is not None else ""
                 raise ValueError(
                     f"lane {self.lane} of {self.blocks.deal.lanes} got no usable example from source {source.name!r}"
-                    f"{size} in epoch {position.epoch}, so an endless stream could not go on in order; use fewer lanes "
+                    f"{size} in epoch {position.epoch}, so a stream that repeats it could not go on; use fewer lanes "
                     "(lanes=...), or more data"
                 )
             position = Position(position.epoch + 1, 0, 0, 0)

@@ -150,7 +150,7 @@ def trace_rows(
     if first < start.row:
         raise StateError(f"row {first} comes before the state, which is after row {start.row}; pass an older one")
     traced: list[TracedRow] = []
-    last = start.row
+    last: int | None = None
     with closing(LaneOpener(dataset.stream, start.first_epoch, start.states)) as opener:
         for given in _rows_of(dataset, start, opener):
             last = _number(dataset, start, given)
@@ -159,7 +159,10 @@ def trace_rows(
             if last >= first + count - 1:
                 break
     if not traced:
-        raise ValueError(f"the pass ends before row {first}: its last row is {last}")
+        raise ValueError(
+            f"the pass ends before row {first}: "
+            + (f"its last row is {last}" if last is not None else "it has no more")
+        )
     return traced
 
 

@@ -408,6 +408,7 @@ ERRORS = {
         r"old.json: cannot resume: the state has format version 1, this streampack reads version 3; resume with .*"
     ),
     "trace nothing.json --source ids.jsonl --step 3": r".*No such file or directory: 'nothing.json'",
+    "state hollow": r"hollow is a folder without stream.json or a checkpoint of torch.distributed.checkpoint",
     "state ids.jsonl": r"ids.jsonl is damaged, no whole JSON: .*",
     "trace --source ids.jsonl --seq-len 64 --lanes 1 --step 99999": r"the pass ends after \d+ steps, before step 99999",
     "plan ids.jsonl --seq-len 64 --epochs 0": r"epochs=0: must be at least 1",
