@@ -169,7 +169,16 @@ def _list(value: Any, name: str) -> Sequence[Any]:
 
 
 def _read_messages(value: Any, name: str) -> list[Message]:
-    return [_read_message(message, f"{name}[{at}]") for at, message in enumerate(_list(value, name))]
+    return [
+        message if _is_plain(message) else _read_message(message, f"{name}[{at}]")
+        for at, message in enumerate(_list(value, name))
+    ]
+
+
+def _is_plain(message: Any) -> bool:
+    """Whether it is nothing but a role and a text, as most are: there is nothing to check or to leave out."""
+    is_pair = type(message) is dict and len(message) == 2
+    return is_pair and type(message.get("role")) is str and type(message.get("content")) is str
 
 
 def _read_message(message: Any, place: str) -> Message:

@@ -52,6 +52,9 @@ def _tokens(encoding: "Any | PlainEncoding", start: int, end: int) -> slice:
     last = chars(after - 1) if after else None
     if first is not None and last is not None and last[0] < end:  # to the end of the text: most often
         return slice(first, after)
+    following = encoding.char_to_token(end)
+    if first is not None and following is not None and chars(following)[0] == end:  # next often
+        return slice(first, following)
     own = _own_tokens(encoding)
     if first is None:  # white space that no token holds
         first = own.start + bisect.bisect_right(own, start, key=lambda token: chars(token)[1])

@@ -102,18 +102,18 @@ def find_turns(text: str, messages: Sequence[Message], borders: Borders) -> list
     if found is None and any(content != content.strip() for content in contents):
         found = _search(text, [content.strip() for content in contents], borders)  # many templates strip contents
     if found is None or not all(
-        _begins_with_content(text[start:end], answer, borders.leads)
-        for (start, end), answer in zip(found, answers, strict=True)
+        _begins_with_content(text, span, answer, borders.leads) for span, answer in zip(found, answers, strict=True)
     ):
         return None
     return found
 
 
-def _begins_with_content(text: str, answer: Message, leads: tuple[str, str]) -> bool:
-    content = _content(answer)
-    return content is not None and text.startswith(
-        tuple(lead + one for lead in leads for one in (content, content.strip()))
-    )
+def _begins_with_content(text: str, span: Span, answer: Message, leads: tuple[str, str]) -> bool:
+    content, (start, end) = _content(answer), span
+    if content is None:
+        return False
+    places = [start + len(lead) for lead in leads if text.startswith(lead, start, end)]
+    return any(text.startswith(one, place, end) for one in (content, content.strip()) for place in places)
 
 
 def _search(text: str, contents: Sequence[str], borders: Borders) -> list[Span] | None:
