@@ -236,8 +236,9 @@ def load_json(loader: PackedLoader, path: str | os.PathLike[str], *, change_weig
 
 
 def read_state(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The state in a file of `save_json` or `torch.save(loader.state_dict(), ...)`, in a folder of
-    `save_stream` or `dcp.save({"stream": StreamState(loader), ...})`, or in a checkpoint folder of PackedTrainer.
+    """The state in a file of `save_json` or `torch.save(loader.state_dict(), ...)`, perhaps under "stream" in a dict of
+    other things; in a folder of `save_stream` or `dcp.save({"stream": StreamState(loader), ...})`; or in a checkpoint
+    folder of PackedTrainer.
 
     Raises:
         StateError: with the path, if there is no state in it, or one of another version.
@@ -253,6 +254,8 @@ def read_state(path: str | os.PathLike[str]) -> dict[str, Any]:
         state = _load_torch(file)
     else:
         state = _from_json(file.read_text(errors="replace"), file)
+    if isinstance(state, Mapping) and "version" not in state and isinstance(state.get("stream"), Mapping):
+        state = state["stream"]  # a checkpoint of a training loop, with the model beside it
     with _named(file):
         check_is_state(state)
     return dict(state)

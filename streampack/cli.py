@@ -53,8 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _as_flags(text: str) -> str:
     """A message of the library in the words of the command line: seq_len=... is --seq-len ... here."""
-    names = "|".join(sorted(SETTING_FLAGS, key=len, reverse=True))
-    flagged = re.sub(rf"\b(pass |choose |use )({names})=", lambda found: found[1] + SETTING_FLAGS[found[2]] + " ", text)
+    flags = {**SETTING_FLAGS, "saved_after": "--saved-after"}
+    names = "|".join(sorted(flags, key=len, reverse=True))
+    flagged = re.sub(
+        rf"(\b(?:pass |choose |use |or )|\()({names})=", lambda found: found[1] + flags[found[2]] + " ", text
+    )
     return flagged.replace("pass a tokenizer", "pass --tokenizer").replace("examples=None", "--all")
 
 
@@ -239,15 +242,16 @@ def _describe(options: argparse.Namespace) -> None:
         raise ValueError("streampack state takes one state: streampack state FILE (or diff A B)")
     state = read_state(files[0])
     described = describe_state(state)
-    epoch, refused = None, None
+    epoch: float | None = None
+    taken: bool | str | None = None
     if options.source is not None:
         dataset = _dataset(options, saved=state["stream"])
         try:
             check(state, stream=dataset.stream.identity())
-            epoch = _epochs_out(dataset, state)
+            epoch, taken = _epochs_out(dataset, state), True
         except ValueError as error:
-            refused = str(error)
-    view = views.state_view(described, epoch=epoch, refused=refused)
+            taken = str(error)
+    view = views.state_view(described, epoch=epoch, taken=taken)
     _write(options, described.as_dict(), lambda: terminal.write(view))
 
 

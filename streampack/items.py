@@ -14,7 +14,7 @@ import numpy.typing as npt
 from streampack.blocks import BlockReader
 from streampack.encode import Encoder
 from streampack.order import permutation
-from streampack.sources import Example, Fault, FaultReason
+from streampack.sources import Example, Fault, FaultReason, where
 from streampack.tables import Block, Position
 from streampack.token_ids import Encoded
 
@@ -128,6 +128,10 @@ class ItemReader:
         self.multiple = multiple
         self.opened: list[tuple[int, Position]] = []
         """(number of the first example, position) of each block read; a lane removes those it is done with."""
+
+    def where(self, shard: int, index: int) -> str:
+        """The place of an example, for messages; shards are numbered among all."""
+        return where(self.blocks.reader.source, shard - self.first_shard, index)
 
     def read(
         self, position: Position, *, number: int, stop_epoch: int | None, is_used: Callable[[int], bool]

@@ -303,20 +303,20 @@ class Lane:
         return fits and item.epoch == epoch + 1
 
     def _count_epoch(self, item: Item, change: int) -> None:
-        key = item.feed, item.epoch
-        self._epochs[key] += change
-        if not self._epochs[key]:
-            del self._epochs[key]
+        self._epochs[item.feed, item.epoch] += change
+        if not self._epochs[item.feed, item.epoch]:
+            del self._epochs[item.feed, item.epoch]
 
     def _check_bad_share(self) -> None:
         bad = {name.removeprefix("bad_"): self.counts[name] for name in BAD if self.counts[name]}
         count, taken = sum(bad.values()), self._arrived
         if count > BAD_ALLOWED and count > self.packer.max_bad_share * taken:
             last = self.bad[-1]
+            reader = next(one.reader for one in reversed(self._feeds) if one.reader.first_shard <= last.shard)
             reasons = ", ".join(f"{many} {reason}" for reason, many in bad.items())
             raise ValueError(
                 f"{count} of the first {taken} examples of lane {self.number} are bad ({reasons}), more than "
-                f"max_bad_share={self.packer.max_bad_share:g}; the last one, shard {last.shard}, index {last.index}: "
+                f"max_bad_share={self.packer.max_bad_share:g}; the last one, {reader.where(last.shard, last.index)}: "
                 f"{last.what}; mend the data, or allow a larger share"
             )
 

@@ -103,6 +103,8 @@ def open_dataset(
         if saved.get("packing") in UNPACKED:  # they say themselves that there is one in a row
             before.pop("max_examples_per_row", None)
     settings = {**before, **given}
+    if "source_name" in settings and isinstance(getattr(source, "name", None), str):
+        source.name = settings.pop("source_name")
     if "seq_len" not in settings:
         raise ValueError("how long are rows? pass seq_len=...")
     return PackedDataset(source, tokenizer, **settings)

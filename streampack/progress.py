@@ -251,7 +251,7 @@ class Progress:
             "cells": cells,
             "padding_tokens": cells - tokens,
             "fill": tokens / cells if cells else 0.0,
-            "epoch": sum(map(self.epoch_of, mine)) / len(mine) if mine else float(self.start.first_epoch),
+            "epoch": self._epoch(mine),
             "lane_rows_min": min(lane_rows, default=0),
             "lane_rows_max": max(lane_rows, default=0),
         }
@@ -289,6 +289,11 @@ class Progress:
             for one in found.values():
                 one[share] = one[key] / total if total else 0.0
         return found
+
+    def _epoch(self, mine: list[LaneState]) -> float:
+        """The mean of this rank's lanes, of which some may not have begun the pass."""
+        lanes = self.stream.lanes // self.start.world_size
+        return (sum(map(self.epoch_of, mine)) + (lanes - len(mine)) * self.start.first_epoch) / lanes
 
     def epoch_of(self, state: LaneState) -> float:
         """Epochs that a lane has given in rows, with the share of the one it is in. What waits is not given yet."""

@@ -203,7 +203,7 @@ def record(
     """
     if stream.packer.row_len is None:
         raise ValueError(
-            f"packing={stream.packer.packing!r} makes rows of no fixed length; choose another to report on"
+            f"packing={stream.packer.packing!r}: rows have no fixed length, a batch is so many examples; choose another"
         )
     if stream.mix is not None:
         names = ", ".join(str(one.name) for one in stream.parts)

@@ -97,7 +97,9 @@ def trace_step(
     done = _steps_done(start[0], rows_per_step, saved_after)
     if step < done:
         raise StateError(
-            f"step {step} comes before the state, which was saved after {done} steps; pass an older state, or none"
+            f"step {step} comes before the state, which was saved after {done} steps ({start[0].rows} rows, "
+            f"{rows_per_step} in a step of batch_size={batch_size} on world_size={world_size} ranks with "
+            f"accumulation={accumulation}); pass an older state, or none"
         )
     skip = (step - done) * batch_size * accumulation
     traced: list[TracedRow] = []

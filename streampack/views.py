@@ -72,10 +72,13 @@ def row_view(name: str, row: PackedRow, tokenizer: Any, *, characters: int | Non
 # ---- states ----------------------------------------------------------------------------------------------------------
 
 
-def state_view(state: StateDescription, *, epoch: float | None = None, refused: str | None = None) -> RenderableType:
+def state_view(
+    state: StateDescription, *, epoch: float | None = None, taken: bool | str | None = None
+) -> RenderableType:
     """A state in words.
 
-    epoch: epochs that are out, where the source is known; refused: why a stream over that does not take the state.
+    epoch: epochs that are out, where the source is known; taken: whether a stream over that takes the state, or why
+    not; None: no source was named.
     """
     of = "of all ranks" if state.world_size == 1 else f"of rank {state.rank} of {state.world_size} alone"
     lane = state.next_row % state.stream["lanes"]
@@ -84,7 +87,7 @@ def state_view(state: StateDescription, *, epoch: float | None = None, refused: 
         ("state", f"{of}, format version {state.version}"),
         ("pass", _pass(state)),
         ("rows", f"{state.rows:,} handed out; the next one is row {state.next_row:,}, of lane {lane}"),
-        ("read", _read(state, epoch)),
+        ("read", _read(state, epoch, is_named=taken is not None)),
         ("lanes", f"{state.lanes_begun} of {state.stream['lanes']} have begun"),
     ]
     parts: list[RenderableType] = [title("Where it is"), pairs(named)]
@@ -92,9 +95,11 @@ def state_view(state: StateDescription, *, epoch: float | None = None, refused: 
         parts += [title("Lanes"), _places(state)]
     given = [(name.replace("_", " "), f"{count:,}") for name, count in state.totals.items() if count]
     given += [] if state.fill is None else [("fill", share(state.fill))]
-    parts += [title("What it has given", "since the stream began"), pairs(given)]
-    if refused is not None:
-        parts += [title("This source"), *lines([refused], "bold red")]
+    parts += [title("What it has read and given", "since the stream began"), pairs(given)]
+    if taken is True:
+        parts += [title("This source"), *lines(["a stream over it, with these settings, takes the state"])]
+    elif taken is not None:
+        parts += [title("This source"), *lines([str(taken)], "bold red")]
     return Group(*parts, title("It refuses"), *lines(state.refuses), title("It allows"), *lines(state.allows))
 
 
@@ -106,9 +111,11 @@ def _pass(state: StateDescription) -> str:
     return f"of {many}, from epoch {first}" + (f"; it is over, and epoch {last} comes next" if state.ended else "")
 
 
-def _read(state: StateDescription, epoch: float | None) -> str:
+def _read(state: StateDescription, epoch: float | None, *, is_named: bool) -> str:
     if epoch is not None:
         return f"{epoch:.4f} epochs are out in rows"
+    if state.share is None and is_named:
+        return "how much is not known: the source does not know how many examples it has"
     if state.share is None:
         return "how much is not known; name the source, with --source, if it knows how many examples it has"
     return f"{share(state.share)} of the epoch, about"

@@ -126,6 +126,12 @@ def test_states_of_two_streams_differ_by_what_is_refused():
     assert diff_states(one, other).stream == {"seq_len": (64, 32), "seed": (3, 4)}
 
 
+def test_a_state_is_found_in_the_checkpoint_of_a_training_loop(tmp_path):
+    loader = loader_after(3)
+    torch.save({"model": {"weight": torch.ones(2)}, "step": 3, "stream": loader.state_dict()}, tmp_path / "step.pt")
+    assert read_state(tmp_path / "step.pt") == loader.state_dict()
+
+
 @pytest.mark.parametrize("packing", ["none", "by_length"])
 def test_of_rows_without_a_fixed_length_no_fill_is_told(packing):
     loader = loader_after(4, packing=packing)
@@ -194,7 +200,7 @@ def test_a_file_without_a_state_is_refused_by_name(tmp_path):
         with pytest.raises(StateError, match=says):
             read_state(tmp_path / name)
     (tmp_path / "folder").mkdir()
-    with pytest.raises(StateError, match="folder is not a whole checkpoint"):
+    with pytest.raises(StateError, match=r"folder is a folder without stream.json or a checkpoint of"):
         read_state(tmp_path / "folder")
     torch.save({"model": torch.zeros(1)}, tmp_path / "weights")
     with pytest.raises(StateError, match="weights: not a streampack state: dict"):

@@ -106,8 +106,8 @@ def test_more_bad_examples_than_allowed_are_an_error_that_gives_the_numbers() ->
     with pytest.raises(ValueError, match=r"max_bad_share=0\.01") as error:
         ids_of(PackedLoader(packed(rows, bad="drop")))
     assert str(error.value) == (
-        "40 of the first 90 examples of lane 0 are bad (40 null), more than max_bad_share=0.01; the last one, shard 0, "
-        "index 89: 'input_ids' is null; mend the data, or allow a larger share"
+        "40 of the first 90 examples of lane 0 are bad (40 null), more than max_bad_share=0.01; the last one, source "
+        "'1 lists', shard 0, index 89: 'input_ids' is null; mend the data, or allow a larger share"
     )
     loader = PackedLoader(packed(rows, bad="drop", max_bad_share=0.5))
     assert len(ids_of(loader)) == 100
