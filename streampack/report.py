@@ -328,7 +328,8 @@ def advise_lanes(rows: Estimate | None, *, ranks: Sequence[int], workers: int = 
         reasons.append(f"{lanes // most} lanes on each rank, so that each of {workers} workers has one")
     if rows is None or rows.value / lanes >= ROWS_OF_A_LANE:
         return lanes, reasons
-    few = max(1, int(rows.value / ROWS_OF_A_LANE / multiple)) * multiple
+    most_units = max(1, int(rows.value / ROWS_OF_A_LANE / multiple))
+    few = multiple << (most_units.bit_length() - 1)  # so that twice or four times the ranks may come, too
     share = few / 2 / max(rows.value, 1)
     reasons = reasons[:1]
     reasons.append(

@@ -285,6 +285,7 @@ def test_a_report_leaves_the_dataset_as_it_is():
         (10_000, [4, 6], 0, 24, "a multiple of 12, for ranks 4, 6"),
         (100_000, [8], 8, 64, "8 lanes on each rank, so that each of 8 workers has one"),
         (200, [2], 0, 4, "few, since an epoch has only about 200 rows and each lane ends with a part-filled one"),
+        (480, [1], 0, 8, "few, since an epoch has only about 480 rows"),  # not 9, which only 1, 3 and 9 ranks divide
         (10, [4], 0, 4, "few, since an epoch has only about 10 rows and each lane ends with a part-filled one"),
         (400, [4], 4, 8, "2 of 4 workers of a rank would have work then, so use no more"),
     ],
