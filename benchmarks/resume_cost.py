@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from data import exit_status, kept, lengths_of, parquet_of_ids, show, show_versions, snippets, tokenizer
 
-from streampack import PackedDataset, PackedLoader
+from streampack import Files, PackedDataset, PackedLoader
 
 EXAMPLES = 200_000
 PLACES = (0.1, 0.5, 0.9)
@@ -132,6 +132,8 @@ def main() -> int:
         ("ids, Arrow Dataset", lambda: datasets.Dataset.from_file(arrow), lambda: None),
         ("text of 15 lines, one JSONL file", lambda: stream("json", longer), lambda: CountingTokenizer(plain)),
         ("text of 3 lines, one JSONL file", lambda: stream("json", short), lambda: CountingTokenizer(plain)),
+        ("text of 15 lines, JSONL by Files", lambda: Files(longer), lambda: CountingTokenizer(plain)),
+        ("text of 3 lines, JSONL by Files", lambda: Files(short), lambda: CountingTokenizer(plain)),
         ("text of 15 lines, Parquet", lambda: stream("parquet", texts), lambda: CountingTokenizer(plain)),
     ]
     rows: list[list[object]] = []
