@@ -31,6 +31,8 @@ class Start:
     states: dict[int, LaneState] = field(default_factory=dict)
     totals: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     """Counts of the passes before."""
+    of_worker: tuple[int, int] = (0, 1)
+    """(worker, workers) whose lanes the states are about: those of a worker alone know nothing of the others."""
 
     def host(self, stream: Stream, *, worker: int = 0, num_workers: int = 1, rows_per_message: int = 1) -> Host:
         return Host(
@@ -49,7 +51,8 @@ class Start:
         """By lane, how many more turns than others of this rank it has had: where lanes have ended, those that are left
         get their turns sooner, and ranks are no longer at the same place of the cycle."""
         turns = {}
-        for place in range(lanes // self.world_size):
+        worker, workers = self.of_worker
+        for place in range(worker, lanes // self.world_size, workers):
             lane = (self.row + place * self.world_size + self.rank) % lanes
             state = self.states.get(lane)
             if state is None or not state.done:
@@ -95,6 +98,7 @@ class Start:
             resume_after=state["after"],
             states=lanes,
             totals=totals,
+            of_worker=(saved_worker, saved_workers),
         )
 
 

@@ -629,7 +629,7 @@ def test_one_rank_s_state_alone_and_a_state_of_other_steps_are_refused() -> None
     loaders = [PackedLoader(packed(rank=rank, world_size=2), 1) for rank in range(2)]
     rows_of(loaders[0], 2)
     rows_of(loaders[1], 3)
-    with pytest.raises(StateError, match="rank 0 of 2 alone; load"):
+    with pytest.raises(StateError, match="rank 0 of 2 alone; use"):
         loaders[0].load_state_dict(loaders[0].state_dict())
     with pytest.raises(StateError, match="different steps: rank 0 was after row 4, rank 1 after row 6"):
         merge_states([loader.state_dict() for loader in loaders])
