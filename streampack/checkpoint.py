@@ -246,9 +246,11 @@ def read_state(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = Path(path)
     file = path / STREAM_FILE if (path / STREAM_FILE).is_file() else path
-    if file.is_dir() and not (file / ".metadata").is_file():  # what torch.distributed.checkpoint writes last
-        raise StateError(f"{file} is a folder without {STREAM_FILE} or a checkpoint of torch.distributed.checkpoint")
     if file.is_dir():
+        if not (file / ".metadata").is_file():  # what torch.distributed.checkpoint writes last
+            raise StateError(
+                f"{file} is a folder without {STREAM_FILE} or a checkpoint of torch.distributed.checkpoint"
+            )
         state: Any = _with_lanes(_read_stream(file))
     elif file.read_bytes()[:4] == _ZIP:
         state = _load_torch(file)

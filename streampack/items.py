@@ -49,6 +49,11 @@ class Item:
     age: int = 0
     """How many examples the lane had taken before its own, from all sources: less is older."""
 
+    @property
+    def origin(self) -> tuple[int, int, int, int, int]:
+        """(epoch, shard, index, first token, tokens), as in `Row.origin`."""
+        return self.epoch, self.shard, self.index, self.start, len(self.ids)
+
     def cut(self, tokens: int) -> "tuple[Item, Item]":
         """The first `tokens` tokens, and the rest."""
         first, rest = slice(0, tokens), slice(tokens, None)

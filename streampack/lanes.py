@@ -237,7 +237,7 @@ class Lane:
 
     def _row(self, items: list[Item]) -> Row:
         lengths = np.array([item.cells for item in items], dtype=np.int64)
-        origin = np.array([(item.epoch, item.shard, item.index, item.start, len(item.ids)) for item in items])
+        origin = np.array([item.origin for item in items], dtype=np.int64)
         if self.packer.pad_to_multiple_of == 1 and all(item.targets is None for item in items):
             return Row(ids=np.concatenate([item.ids for item in items]), lengths=lengths, targets=None, origin=origin)
         # Padding to a multiple lies inside the example's segment, and is not a target.

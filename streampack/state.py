@@ -105,7 +105,8 @@ def _check_numbers(state: Mapping[str, Any]) -> None:
     if "totals" in wrong:
         wrong["totals"] = totals
     wrong |= {key: state[key] for key in ("pass", "worker") if not _is_pair(state[key], may_be_open=key == "pass")}
-    for key, value in wrong.items():
+    if wrong:
+        key, value = next(iter(wrong.items()))
         raise StateError(f"{key}={value!r} of the state is damaged; pass what state_dict() returned")
 
 
@@ -189,8 +190,9 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             )
     merged.update(row=max(state["row"] for state in states), rows=last["rows"])
     # Where lanes of one rank have ended, another may have lanes that have not begun, further back in the cycle.
-    for lane in range(min(merged["row"], merged["stream"]["lanes"])):
-        merged["lanes"].setdefault(str(lane), _not_begun(merged))
+    behind = [lane for lane in range(min(merged["row"], merged["stream"]["lanes"])) if str(lane) not in merged["lanes"]]
+    if behind:
+        merged["lanes"].update(dict.fromkeys(map(str, behind), _not_begun(merged)))
     merged["ended"] = all(state["ended"] for state in states)
     merged["totals"] = {key: sum(state["totals"][key] for state in states) for key in states[0]["totals"]}
     return merged
