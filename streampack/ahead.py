@@ -2,18 +2,20 @@
 
 Whoever is free makes them. A loop that comes back at once (since there is no step between, or the step is faster than
 the making) makes the next item itself: changing threads for each would cost it a third of its speed. As soon as it is
-busy for longer than PAUSE_SECONDS, the thread takes over.
+busy for longer than PAUSE_SECONDS, the thread takes over. To look whether it is costs a fast loop time, too, so the
+thread looks less often as long as it is not.
 """
 
 import atexit
 import threading
+import time
 from collections import deque
 from collections.abc import Generator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-PAUSE_SECONDS = 0.002
+PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.002, 0.032
 STOP_SECONDS, EXIT_SECONDS = 1.0, 5.0
 """How long the end of a pass and that of the interpreter wait for the thread, which may be inside a network read."""
 
@@ -32,6 +34,7 @@ class WorkAhead(Generic[T]):
         self._making = threading.Lock()  # held by whoever runs the source
         self._error: BaseException | None = None  # what ended the source: StopIteration at its end
         self._waits = False  # the loop wants an item now
+        self._left = time.monotonic()  # when it got its last one
         self._stop = stopped
         self._room = threading.Event()
         self._thread = threading.Thread(target=self._run, name="streampack", daemon=True)
@@ -54,6 +57,7 @@ class WorkAhead(Generic[T]):
             assert self._error is not None
             raise self._error
         finally:
+            self._left = time.monotonic()
             self._waits = False
             self._room.set()
 
@@ -65,9 +69,15 @@ class WorkAhead(Generic[T]):
             except BaseException as error:
                 self._error = error  # kept: the source is over, and must not seem to have ended well
 
+    def _is_busy(self) -> bool:
+        """Whether the loop has been at work on its last item for a while."""
+        return not self._waits and time.monotonic() - self._left >= PAUSE_SECONDS
+
     def _run(self) -> None:
-        while not self._stop.wait(PAUSE_SECONDS) and self._error is None:
-            while not (self._waits or self._stop.is_set() or len(self._made) >= self._depth or self._error):
+        pause = PAUSE_SECONDS
+        while not self._stop.wait(pause) and self._error is None:
+            pause = PAUSE_SECONDS if self._is_busy() else min(2 * pause, LONGEST_PAUSE_SECONDS)
+            while self._is_busy() and not (self._stop.is_set() or len(self._made) >= self._depth or self._error):
                 with self._making:
                     self._make()
             self._room.clear()  # whoever sets it changes what is asked next before: no call to go on is lost

@@ -3,7 +3,9 @@
 import threading
 from collections.abc import Generator
 
-from streampack.ahead import WorkAhead
+import pytest
+
+from streampack.ahead import PAUSE_SECONDS, WorkAhead
 
 
 def numbers() -> Generator[int, None, None]:
@@ -20,6 +22,34 @@ class ClearedAfterTheStop(threading.Event):
     def clear(self) -> None:
         self._stopped.wait(5)
         super().clear()
+
+
+class Clock:
+    """Stands still until it is told to go on, and counts who looked at it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.looks = 0
+
+    def monotonic(self) -> float:
+        self.looks += 1
+        return self.now
+
+
+def test_the_thread_leaves_a_fast_loop_alone_and_works_ahead_of_a_busy_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("streampack.ahead.time", clock)
+    ahead = WorkAhead(numbers(), depth=3, stopped=threading.Event())
+    assert next(ahead) == 0
+    seen = clock.looks
+    while clock.looks < seen + 3:  # the thread has looked for itself
+        pass
+    assert not ahead._made
+    clock.now = PAUSE_SECONDS
+    while len(ahead._made) < 3:
+        pass
+    assert [next(ahead) for _ in range(99)] == list(range(1, 100))
+    ahead.close()
 
 
 def test_items_come_in_order_and_the_end_is_found_once() -> None:
