@@ -67,23 +67,24 @@ def first_row(
 def oldest_first(lengths: Sequence[int], *, seq_len: int, must: int = 1) -> list[int]:
     """The `must` oldest, and the oldest others whose lengths fill the row exactly, or else as far as it goes.
 
-    Subset sum on one big integer: bit s of `reach` is set if some of the examples looked at sum to s.
+    Subset sum on one big integer: bit r of `rooms` is set if some of the examples looked at leave r cells free. What
+    would overflow falls off at the right.
     """
-    full, mask = 1 << seq_len, (1 << (seq_len + 1)) - 1
-    base = sum(lengths[:must])
-    reach, before = 1 << base, []
+    room = seq_len - sum(lengths[:must])
+    rooms, before = 1 << room, []
     for length in lengths[must:]:
-        if reach & full:
+        if rooms & 1:
             break
-        before.append(reach)
-        reach |= (reach << length) & mask
-    left = reach.bit_length() - 1
+        before.append(rooms)
+        rooms |= rooms >> length
+    left = (rooms & -rooms).bit_length() - 1
     row = []
-    for place in range(must + len(before) - 1, must - 1, -1):
-        if not before[place - must] >> left & 1:  # the sum cannot be made without this one, so older ones come first
-            row.append(place)
-            left -= lengths[place]
-    assert left == base
+    place = len(before)
+    while left < room:
+        place -= 1
+        if not before[place] >> left & 1:  # not to be had without this one, so older ones come first
+            row.append(must + place)
+            left += lengths[must + place]
     return [*range(must), *reversed(row)]
 
 

@@ -385,7 +385,7 @@ class Counted(int):
 
         return looked
 
-    __eq__, __lt__, __gt__, __rlshift__ = map(_look, ("__eq__", "__lt__", "__gt__", "__rlshift__"))
+    __eq__, __lt__, __gt__, __rrshift__ = map(_look, ("__eq__", "__lt__", "__gt__", "__rrshift__"))
     __hash__ = int.__hash__
 
 
