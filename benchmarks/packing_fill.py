@@ -62,11 +62,11 @@ def run_lane(dataset: PackedDataset, number: int) -> LaneRows:
     made = LaneRows()
     while (row := lane.next_row()) is not None:
         made.rows += 1
-        made.segments.append(row.origin)
+        made.segments.append(np.array(row.origin))
         if dataset.stream.lanes == 1:
             state = lane.state().feeds[0]
             newest = state.head[0] - (state.head[1] == 0)
-            made.wait = max(made.wait, newest - int((row.origin[:, 1] * 1000 + row.origin[:, 2]).min()))
+            made.wait = max(made.wait, newest - min(shard * 1000 + index for _, shard, index, *_ in row.origin))
             oldest = state.waiting.find(1)
             made.span = max(made.span, newest - state.first - oldest + 1 if oldest >= 0 else 0)
     return made
@@ -188,9 +188,9 @@ def endless(name: str, lanes: int) -> list[object]:
     seen: Counter[tuple[int, ...]] = Counter()
     twice = rows = 0
     for lane in map(opener, range(lanes)):
-        while (row := lane.next_row()) is not None and row.origin[:, 0].min() < 5:
+        while (row := lane.next_row()) is not None and min(epoch for epoch, *_ in row.origin) < 5:
             rows += 1
-            segments = [tuple(segment) for segment in row.origin[:, :4].tolist()]
+            segments = [segment[:4] for segment in row.origin]
             twice += len({segment[1:] for segment in segments}) < len(segments)
             seen.update(segment[:3] for segment in segments if segment[0] < 5 and segment[3] == 0)
     once = len(seen) == 5000 and set(seen.values()) == {1}

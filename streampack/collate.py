@@ -34,7 +34,7 @@ class PackedRow(dict[str, Any]):
 
 def packed_row(row: Row, *, seq_len: int | None, pad_token_id: int, examples: list[tuple[Any, ...]]) -> PackedRow:
     """A row as tensors. seq_len=None: it is as long as it is."""
-    width = seq_len or max(1, len(row.ids))
+    width = seq_len or max(1, row.num_cells)
     layout = lay_out([row], widths=[width], pad_token_id=pad_token_id)
     lengths = layout.segments[0]
     packed = PackedRow(
@@ -57,7 +57,7 @@ def packed_row(row: Row, *, seq_len: int | None, pad_token_id: int, examples: li
 
 def _segment_tokens(row: Row, lengths: list[int]) -> list[int]:
     """Tokens of each segment; those of the padding tail are its cells."""
-    return [*row.origin[:, 4].tolist(), *lengths[len(row.origin) :]]
+    return [*(tokens for *_, tokens in row.origin), *lengths[len(row.origin) :]]
 
 
 class Collator:
@@ -142,7 +142,7 @@ class Collator:
 
     def widths(self, rows: Sequence[Row], *, seq_len: int | None) -> list[int]:
         """Cells of each row in a batch: seq_len, or without that its own ("flat") or those of the longest ("rows")."""
-        widths = [seq_len or max(1, len(row.ids)) for row in rows]
+        widths = [seq_len or max(1, row.num_cells) for row in rows]
         return [max(widths)] * len(rows) if self.layout == "rows" else widths
 
     def _batch(self, tensors: list[torch.Tensor], segments: list[list[int]], tokens: list[list[int]]) -> Batch:
@@ -161,7 +161,7 @@ class Collator:
             if self.loss_weights is not None:
                 batch["shift_loss_weights"] = shift(batch["loss_weights"], 0)
         shape = (1, -1) if self.layout == "flat" else (len(segments), -1)
-        batch = {key: tensor.reshape(shape) for key, tensor in batch.items()}
+        batch = {key: tensor.view(*shape) for key, tensor in batch.items()}
         if self.layout == "flat":
             batch.update(self._lengths(segments, tokens))
         batch["use_cache"] = False

@@ -200,7 +200,7 @@ class PackedDataset(IterableDataset[PackedRow]):
 
     def examples_of(self, row: Row) -> list[tuple[str, int | str, int]]:
         """(source, shard, index) of each example in a row."""
-        return [self.stream.place(shard, index) for shard, index in row.origin[:, 1:3].tolist()]
+        return [self.stream.place(shard, index) for _, shard, index, _, _ in row.origin]
 
     def _start(self, worker: int, num_workers: int) -> Start:
         if get_worker_info() is not None:

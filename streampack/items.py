@@ -16,7 +16,7 @@ from streampack.encode import Encoder
 from streampack.order import permutation
 from streampack.sources import Example, Fault, FaultReason, where
 from streampack.tables import Block, Position
-from streampack.token_ids import Encoded
+from streampack.token_ids import Encoded, Tokens
 
 Transform = Callable[[Example], Example | None]
 _NO_LIMIT = 1 << 62
@@ -53,6 +53,18 @@ class Item:
     def origin(self) -> tuple[int, int, int, int, int]:
         """(epoch, shard, index, first token, tokens), as in `Row.origin`."""
         return self.epoch, self.shard, self.index, self.start, len(self.ids)
+
+    def padded_ids(self, pad_token_id: int) -> npt.NDArray[np.int32]:
+        """int32 [cells]: padding to a multiple lies inside the example's segment."""
+        ids = np.full(self.cells, pad_token_id, dtype=np.int32)
+        ids[: len(self.ids)] = self.ids
+        return ids
+
+    def padded_targets(self) -> npt.NDArray[np.bool_]:
+        """bool [cells]; padding is not a target."""
+        targets = np.zeros(self.cells, dtype=bool)
+        targets[: len(self.ids)] = True if self.targets is None else self.targets
+        return targets
 
     def cut(self, tokens: int) -> "tuple[Item, Item]":
         """The first `tokens` tokens, and the rest."""
@@ -139,7 +151,7 @@ class ItemReader:
         return where(self.blocks.reader.source, shard - self.first_shard, index)
 
     def read(
-        self, position: Position, *, number: int, stop_epoch: int | None, is_used: Callable[[int], bool]
+        self, position: Position, *, number: int, stop_epoch: int | None, unused: Callable[[int, int], Sequence[int]]
     ) -> Iterator[Item | Dropped]:
         """Items in the order of their numbers. Examples are encoded many at a time, but their items made one by one:
         objects that come and go by turns give Python no reason to look for garbage.
@@ -148,7 +160,8 @@ class ItemReader:
             position: of the block to start with.
             number: of that block's first example.
             stop_epoch: read up to this epoch; None: without end.
-            is_used: examples to pass over, by number; they are not encoded.
+            unused: of so many examples from a number on those that are wanted, counted from there; others are passed
+                over, not encoded.
 
         Raises:
             ValueError: where an endless stream has an epoch that brings this lane nothing.
@@ -158,7 +171,7 @@ class ItemReader:
             found_any = not fresh
             for block in self.blocks.epoch(position):
                 self.opened.append((number, block.position))
-                wanted = [place for place in range(len(block)) if not is_used(number + place)]
+                wanted = unused(number, len(block))
                 found_any = found_any or len(wanted) < len(block)
                 items = self._items(block, number, wanted)
                 number += len(block)
@@ -178,18 +191,18 @@ class ItemReader:
             position = Position(position.epoch + 1, 0, 0, 0)
             fresh = True
 
-    def _items(self, block: Block, number: int, wanted: list[int]) -> Iterator[Item | Dropped]:
+    def _items(self, block: Block, number: int, wanted: Sequence[int]) -> Iterator[Item | Dropped]:
         order, size = self._order(block), self.encoder.batch
         for first in range(0, len(wanted), size):
             places = wanted[first : first + size]
-            items = self._encode(block, [number + place for place in places], [int(order[place]) for place in places])
+            items = self._encode(block, [number + place for place in places], order[places].tolist())
             if first + size >= len(wanted):
                 del block
             yield from items
 
-    def _order(self, block: Block) -> Any:
+    def _order(self, block: Block) -> npt.NDArray[Any]:
         if not self.shuffle:
-            return range(len(block))
+            return np.arange(len(block))
         return permutation(len(block), self.seed, _SHUFFLE, block.position.epoch, self.lane, block.position.block)
 
     def _encode(self, block: Block, numbers: list[int], picks: list[int]) -> Iterator[Item | Dropped]:
@@ -207,15 +220,17 @@ class ItemReader:
     def _items_of(
         self, encoded: list[Any], numbers: list[int], epoch: int, shards: list[int], indices: list[int]
     ) -> Iterator[Item | Dropped]:
-        limit, feed = self.limit or _NO_LIMIT, self.feed
+        limit, feed, cells_of = self.limit or _NO_LIMIT, self.feed, len if self.multiple == 1 else self._cells
         for number, example, shard, index in zip(numbers, encoded, shards, indices, strict=True):
-            if isinstance(example, np.ndarray):
-                example = Encoded(example, None)
-            if isinstance(example, Encoded):
+            if isinstance(example, np.ndarray) and len(example) <= limit:
+                yield Item(number, 0, example, None, cells_of(example), epoch, shard, index, True, 0, feed)
+            elif isinstance(example, np.ndarray):
+                yield from self._fragments(number, Encoded(example, None), (epoch, shard, index), limit)
+            elif isinstance(example, Encoded):
                 ids, targets = example.ids, example.targets
                 if len(ids) <= limit:
-                    cells = self._cells(len(ids))
-                    yield Item(number, 0, ids, targets, cells, epoch, shard, index, True, example.truncated, feed)
+                    cells, truncated = cells_of(ids), example.truncated
+                    yield Item(number, 0, ids, targets, cells, epoch, shard, index, True, truncated, feed)
                 else:
                     yield from self._fragments(number, example, (epoch, shard, index), limit)
             elif isinstance(example, Fault):
@@ -227,12 +242,11 @@ class ItemReader:
     def _fragments(self, number: int, example: Encoded, place: tuple[int, int, int], limit: int) -> Iterator[Item]:
         tokens = len(example.ids)
         for start, stop in _cuts(tokens, limit):
-            targets = None if example.targets is None else example.targets[start:stop]
-            cells, is_last = self._cells(stop - start), stop == tokens
-            yield Item(number, start, example.ids[start:stop], targets, cells, *place, is_last, 0, self.feed)
+            ids, targets = example.ids[start:stop], None if example.targets is None else example.targets[start:stop]
+            yield Item(number, start, ids, targets, self._cells(ids), *place, stop == tokens, 0, self.feed)
 
-    def _cells(self, tokens: int) -> int:
-        return tokens if self.multiple == 1 else -(-tokens // self.multiple) * self.multiple
+    def _cells(self, ids: Tokens) -> int:
+        return -(-len(ids) // self.multiple) * self.multiple
 
 
 def transformed(block: Block, picks: Sequence[int], transform: Transform) -> tuple[Block, list[int | None]]:

@@ -94,7 +94,7 @@ class Lane:
             if targets or self.packer.keep_no_target:
                 self._count_row(row, items, targets)
                 return row
-            self.counts["no_target_tokens"] += len(row.ids)
+            self.counts["no_target_tokens"] += row.num_cells
             epoch = items[0].epoch
             barren = epoch if barren is None else barren
             if self.stop_epoch is None and epoch > barren + 1:
@@ -236,24 +236,19 @@ class Lane:
             self._count_epoch(rest, 1)
 
     def _row(self, items: list[Item]) -> Row:
-        lengths = np.array([item.cells for item in items], dtype=np.int64)
-        origin = np.array([item.origin for item in items], dtype=np.int64)
-        if self.packer.pad_to_multiple_of == 1 and all(item.targets is None for item in items):
-            return Row(ids=np.concatenate([item.ids for item in items]), lengths=lengths, targets=None, origin=origin)
-        # Padding to a multiple lies inside the example's segment, and is not a target.
-        ids = np.full(int(lengths.sum()), self.packer.pad_token_id, dtype=np.int32)
-        targets = np.zeros(len(ids), dtype=bool)
-        for item, end in zip(items, np.cumsum(lengths).tolist(), strict=True):
-            cells = slice(end - item.cells, end - item.cells + len(item.ids))
-            ids[cells] = item.ids
-            targets[cells] = True if item.targets is None else item.targets
-        return Row(ids=ids, lengths=lengths, targets=targets, origin=origin)
+        pad = self.packer.pad_token_id if self.packer.pad_to_multiple_of > 1 else None
+        pieces = [item.ids if pad is None else item.padded_ids(pad) for item in items]
+        targets = None
+        if pad is not None or [item for item in items if item.targets is not None]:
+            targets = np.concatenate([item.padded_targets() for item in items])
+        lengths, origin = [item.cells for item in items], [item.origin for item in items]
+        return Row(pieces=pieces, lengths=lengths, targets=targets, origin=origin)
 
     def _count_row(self, row: Row, items: list[Item], targets: int) -> None:
         counts = self.counts
         counts["rows"] += 1
         counts["segments"] += len(items)
-        counts["tokens"] += sum([len(item.ids) for item in items])
+        counts["tokens"] += row.num_tokens
         counts["loss_tokens"] += targets
         if self.mix is not None:
             for item in items:
@@ -267,12 +262,15 @@ class Lane:
         least, most = MIN_ROWS * row, MAX_ROWS * row
         if self.packer.row_len is None:
             least, most = 0, size * row  # by the number of examples alone, so that lanes keep in step
-        items, cells, tokens = self._items, self._cells, self._tokens
+        feeds, items, cells, tokens = self._feeds, self._items, self._cells, self._tokens
         while tokens < most and (len(items) < size or tokens < least):
-            feed = self._next_feed()
-            if feed is None:
+            feed = feeds[0] if mix is None else mix.choose(feeds, stop_epoch=self.stop_epoch)
+            item = None if feed is None else feed.peek()
+            if feed is None or item is None:
                 break
-            item = feed.enter()
+            if mix is None and items and item.epoch != items[0].epoch and not self._may_begin(item.epoch):
+                break
+            feed.enter()
             if mix is None:
                 item.age = item.number
             else:
@@ -286,21 +284,12 @@ class Lane:
         if self.bad:
             self._check_bad_share()
 
-    def _next_feed(self) -> Feed | None:
-        """The feed from which the next item enters; None if none may now."""
-        if self.mix is not None:
-            return self.mix.choose(self._feeds, stop_epoch=self.stop_epoch)
-        feed = self._feeds[0]
-        item = feed.peek()
-        return feed if item is not None and self._may_enter(item) else None
-
-    def _may_enter(self, item: Item) -> bool:
+    def _may_begin(self, epoch: int) -> bool:
         """The next epoch enters only when what waits of this one fits into one row, which then takes all of it."""
-        if not self._items or item.epoch == (epoch := self._items[0].epoch):
-            return True
-        olds = [cells for cells, old in zip(self._cells, self._items, strict=True) if old.epoch == epoch]
+        oldest = self._items[0].epoch
+        olds = [cells for cells, item in zip(self._cells, self._items, strict=True) if item.epoch == oldest]
         fits = sum(olds) <= self.packer.seq_len and len(olds) <= (self.packer.max_examples or len(olds))
-        return fits and item.epoch == epoch + 1
+        return fits and epoch == oldest + 1
 
     def _count_epoch(self, item: Item, change: int) -> None:
         self._epochs[item.feed, item.epoch] += change

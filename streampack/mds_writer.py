@@ -16,7 +16,7 @@ from streampack.collate import PackedRow, packed_row
 from streampack.dataset import PackedDataset
 from streampack.mds import import_streaming
 from streampack.rows import IGNORE, Row
-from streampack.sources import SequenceSource
+from streampack.sources import Fault, SequenceSource
 from streampack.tables import Block, Position
 from streampack.token_ids import Encoded, IdReader
 
@@ -158,17 +158,14 @@ def read_packed_row(sample: Mapping[str, Any]) -> PackedRow:
     if missing:
         raise ValueError(f"the sample has no {missing[0]!r} (there are: {', '.join(sample)}): not a packed row")
     ids = np.array(sample["input_ids"], dtype=np.int32)
-    lengths = np.array(sample["lengths"], dtype=np.int64)
     examples = [(source, shard, index) for source, shard, index in sample["examples"]]
-    segments = lengths[: len(examples)]  # the padding tail has no example
-    cells = int(segments.sum())
-    origin = np.zeros((len(examples), 5), dtype=np.int64)
-    origin[:, 4] = sample["tokens"][: len(examples)]
+    lengths = [int(length) for length in sample["lengths"][: len(examples)]]  # the padding tail has no example
+    cells = sum(lengths)
     row = Row(
-        ids=ids[:cells],
-        lengths=segments,
+        pieces=[ids[:cells]],
+        lengths=lengths,
         targets=np.array(sample["loss_mask"][:cells], dtype=bool),
-        origin=origin,
+        origin=[(0, 0, 0, 0, int(tokens)) for tokens in sample["tokens"][: len(examples)]],
     )
     return packed_row(row, seq_len=len(ids), pad_token_id=int(ids[-1]), examples=examples)
 
@@ -211,8 +208,9 @@ def _token_samples(
         )
         for pick, found in enumerate(reader.read(block, range(len(chunk)))):
             where = block.where(pick)
-            if not isinstance(found, Encoded):
+            if isinstance(found, Fault):
                 raise ValueError(f"{where}: {found.what}; mend it, or leave it out")
+            assert isinstance(found, Encoded)  # of dicts
             if not len(found.ids):
                 raise ValueError(f"{where}: the example has no tokens, and MDS cannot hold empty arrays; leave it out")
             sample: dict[str, Any] = {"input_ids": _fit(found.ids, ids_type, limit, where)}

@@ -71,12 +71,12 @@ def replay(recording: Recording, stream: Stream, *, epoch: int = 0) -> Replay:
         heads, tokens = [], []
         first_rows.append([])
         while (row := lane.next_row()) is not None:
-            lengths = row.origin[:, 4]
+            _, shards, _, _, lengths = np.array(row.origin).T
             heads.append(lane.state().feeds[0].head)
             tokens.append(int(lengths.sum()))
-            of_row.append((len(lengths), tokens[-1], int((row.lengths.astype(np.int64) ** 2).sum())))
+            of_row.append((len(lengths), tokens[-1], sum(cells * cells for cells in row.lengths)))
             pieces.append(lengths.astype(np.int32))
-            np.add.at(shard_tokens, row.origin[:, 1], lengths)
+            np.add.at(shard_tokens, shards, lengths)
             if len(first_rows[-1]) * stream.lanes < STRIP_ROWS:
                 first_rows[-1].append(lengths.tolist())
         full = next((place for place, head in enumerate(heads) if head == heads[-1]), 0)

@@ -4,6 +4,7 @@ Step K of a run with 2 ranks, batches of 4 and 2 of them accumulated is its rows
 every second of them. The lanes run forward from the state to the step, as they do in training.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -207,10 +208,10 @@ def _number(dataset: PackedDataset, start: Start, given: Given) -> int:
 def _traced(dataset: PackedDataset, start: Start, given: Given, *, rank: int, batch: int, place: int) -> TracedRow:
     row = given.row
     assert row is not None
-    ends = row.lengths.cumsum().tolist()
+    ids, ends = row.ids, itertools.accumulate(row.lengths)
     examples = []
     for origin, (source, shard, index), length, end in zip(
-        row.origin.tolist(), dataset.examples_of(row), row.lengths.tolist(), ends, strict=True
+        row.origin, dataset.examples_of(row), row.lengths, ends, strict=True
     ):
         epoch, _, _, first, tokens = origin
         begin = end - length
@@ -224,7 +225,7 @@ def _traced(dataset: PackedDataset, start: Start, given: Given, *, rank: int, ba
                 tokens=tokens,
                 begin=begin,
                 end=begin + tokens,
-                ids=row.ids[begin : begin + tokens].tolist(),
+                ids=ids[begin : begin + tokens].tolist(),
             )
         )
     return TracedRow(

@@ -172,14 +172,14 @@ def fingerprints(rows: Sequence[Given]) -> list[str]:
 
 def fingerprint(row: Any) -> str:
     targets = b"" if row.targets is None else row.targets.tobytes()
-    return hashlib.sha256(row.ids.tobytes() + row.lengths.tobytes() + row.origin.tobytes() + targets).hexdigest()
+    return hashlib.sha256(row.ids.tobytes() + repr((row.lengths, row.origin)).encode() + targets).hexdigest()
 
 
 def tokens_by_example(rows: Sequence[Given]) -> Counter[tuple[int, int, int]]:
     """How many tokens of each (epoch, shard, index) the rows hold."""
     found: Counter[tuple[int, int, int]] = Counter()
     for given in rows:
-        for epoch, shard, index, _, tokens in given.row.origin.tolist():
+        for epoch, shard, index, _, tokens in given.row.origin:
             found[epoch, shard, index] += tokens
     return found
 

@@ -293,10 +293,10 @@ def test_what_is_about_cu_seqlens_is_refused_for_rows_which_have_none(option):
 def padded_row():
     """Examples of 3 and 2 tokens, each padded to 4 cells."""
     return Row(
-        ids=np.array([1, 2, 3, 0, 4, 5, 0, 0], dtype=np.int32),
-        lengths=np.array([4, 4]),
+        pieces=[np.array([1, 2, 3, 0], dtype=np.int32), np.array([4, 5, 0, 0], dtype=np.int32)],
+        lengths=[4, 4],
         targets=np.array([1, 1, 1, 0, 1, 1, 0, 0], dtype=bool),
-        origin=np.array([(0, 0, 5, 0, 3), (0, 0, 9, 0, 2)]),
+        origin=[(0, 0, 5, 0, 3), (0, 0, 9, 0, 2)],
     )
 
 

@@ -221,7 +221,7 @@ def test_whatever_is_in_the_data_rows_hold_the_good_examples_and_all_others_are_
     given_ids: dict[tuple[int, int], list[int]] = {}
     for one in rows:
         ids, at = one.row.ids.tolist(), 0
-        for (_, shard, index, _, tokens), cells in zip(one.row.origin.tolist(), one.row.lengths.tolist(), strict=True):
+        for (_, shard, index, _, tokens), cells in zip(one.row.origin, one.row.lengths, strict=True):
             given_ids[shard, index] = ids[at : at + tokens]
             at += cells
     good = {

@@ -120,7 +120,7 @@ def _examples_of_lane(stream: Stream, place: int) -> list[int]:
     object.__setattr__(alone, "parts", [stream.parts[place]])  # with its name, which its order depends on
     counts = [0] * 8
     for one in Ranks(alone, 1, 0).take(10**6):
-        counts[one.lane] += len({tuple(place) for place in one.row.origin[:, 1:3].tolist()})
+        counts[one.lane] += len({(shard, index) for _, shard, index, *_ in one.row.origin})
     return counts
 
 
@@ -188,7 +188,7 @@ def test_a_tiny_source_beside_a_big_one_is_repeated_evenly_and_never_twice_in_a_
     assert fingerprints(rows + resumed) == fingerprints(whole)
 
     for one in whole:
-        places = [(shard, index) for _, shard, index, *_ in one.row.origin.tolist()]
+        places = [(shard, index) for _, shard, index, *_ in one.row.origin]
         assert len(set(places)) == len(places)
     of_tiny = of_source(stream, tokens_by_example(whole), 1)
     lengths = {key[1:]: tokens for key, tokens in every_example(stream, epochs=1).items()}
@@ -298,7 +298,7 @@ def test_another_source_in_the_mixture_leaves_the_orders_of_the_others_as_they_a
         place = [part.name for part in stream.parts].index(name)
         first = stream.first_shards[place]
         rows = Ranks(stream, 1, 0).take(10**6)
-        found = [one for given in rows if given.lane == 0 for one in given.row.origin.tolist()]
+        found = [one for given in rows if given.lane == 0 for one in given.row.origin]
         return [(one[1] - first, one[2]) for one in found if 0 <= one[1] - first < data[name].num_shards]
 
     both = {"web": data["web"], "chat": data["chat"]}

@@ -1,3 +1,4 @@
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -13,10 +14,10 @@ PAD, EOS = 0, 99
 def row_of(*segments, targets=None):
     """A row of segments of ids; `targets` are those of all segments, as 0 and 1."""
     return Row(
-        ids=np.array([token for segment in segments for token in segment], dtype=np.int32),
-        lengths=np.array([len(segment) for segment in segments], dtype=np.int64),
+        pieces=[np.array(segment, dtype=np.int32) for segment in segments],
+        lengths=[len(segment) for segment in segments],
         targets=None if targets is None else np.array(targets, dtype=bool),
-        origin=np.array([(0, 0, number, 0, len(segment)) for number, segment in enumerate(segments)]).reshape(-1, 5),
+        origin=[(0, 0, number, 0, len(segment)) for number, segment in enumerate(segments)],
     )
 
 
@@ -114,7 +115,7 @@ def test_laying_out_does_not_change_the_row():
     lay(row, seq_len=4)
     lay(row, seq_len=5)
     assert row.ids.tolist() == [1, 2, 3]
-    assert row.lengths.tolist() == [3]
+    assert row.lengths == [3]
     assert row.targets.tolist() == [False, True, True]
 
 
@@ -133,7 +134,7 @@ def test_rows_of_a_batch_are_laid_out_as_if_alone():
 def test_a_filler_row_is_nothing_but_padding():
     row = filler_row()
     assert row.num_loss_tokens == 0
-    assert row.origin.shape == (0, 5)
+    assert row.origin == []
     assert plain(lay(row, seq_len=4, pad_token_id=9)) == {
         "input_ids": [[9, 9, 9, 9]],
         "labels": [[-100, -100, -100, -100]],
@@ -200,7 +201,17 @@ def test_the_rules_of_a_row_hold_for_any_batch(batch, pad_token_id):
         assert row.num_loss_tokens == np.count_nonzero(layout.labels[place] != IGNORE)
 
 
-@pytest.mark.parametrize("field", ["ids", "lengths", "targets", "origin"])
+@pytest.mark.parametrize("row", [row_of([1, 2], [3, 4, 5]), row_of([1, 2], [3], targets=[1, 0, 1]), filler_row()])
+def test_a_row_that_was_sent_to_another_process_is_the_same_with_its_ids_in_one_array(row):
+    received = pickle.loads(pickle.dumps(row))
+    assert [received.ids.tolist()] == [piece.tolist() for piece in received.pieces]
+    assert received.ids.tolist() == row.ids.tolist()
+    assert received.ids.dtype == np.int32
+    assert (received.lengths, received.origin) == (row.lengths, row.origin)
+    assert plain(lay(received, seq_len=6)) == plain(lay(row, seq_len=6))
+
+
+@pytest.mark.parametrize("field", ["pieces", "lengths", "targets", "origin"])
 def test_a_row_cannot_be_changed_by_mistake(field):
     with pytest.raises(AttributeError):
         setattr(row_of([1]), field, None)
