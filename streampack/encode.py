@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
 
 from streampack.chats import AUTO, ChatReader, Targets
@@ -104,30 +105,27 @@ class Encoder:
     def encode(self, block: Block, picks: Sequence[int]) -> list[Tokens | Encoded | Reason | Fault]:
         """The tokens of the picked examples of a block, or why one is left out.
 
-        Most are arrays alone. An object around each of the many of a block would have Python look for garbage all the
-        time, among everything that the process holds.
+        Tokens that are all targets, none cut off, are an array alone. Of token ids a whole block is encoded at once: an
+        object around each array would have Python look for garbage all the time, among all that the process holds.
 
         Raises:
             ValueError: where a policy says "error"; names the example and the remedy.
         """
         if not len(picks):
             return []
-        raw = self.tokens(block, picks)
         longest = _NO_LIMIT if self.limit is None else self.limit if not (self.cuts_any and self._is_whole) else 0
         return [
-            found.ids
-            if type(found) is Encoded and found.targets is None and 0 < len(found.ids) <= longest
-            else self._judge(found, block, pick)
-            for pick, found in zip(picks, raw, strict=True)
+            one if type(one) is np.ndarray and 0 < len(one) <= longest else self._judge(_encoded(one), block, pick)
+            for pick, one in zip(picks, self._reader.read(block, picks), strict=True)
         ]
 
     def tokens(self, block: Block, picks: Sequence[int]) -> Iterable[Encoded | Fault]:
         """The tokens of the picked examples, or what is wrong with them: before any policy."""
-        return self._reader.read(block, picks)
+        return map(_encoded, self._reader.read(block, picks))
 
     # ---- policies ------------------------------------------------------------------------------------------------
 
-    def _judge(self, example: Encoded | Fault, block: Block, pick: int) -> Encoded | Reason | Fault:
+    def _judge(self, example: Encoded | Fault, block: Block, pick: int) -> Tokens | Encoded | Reason | Fault:
         if isinstance(example, Fault):
             if self.policies.bad == "error":
                 only = "where only some lack it, " if example.reason == "missing" else ""
@@ -155,7 +153,7 @@ class Encoder:
                     + "; pass no_target='drop' to leave such examples out, or no_target='keep'"
                 )
             return "no_target"
-        return example
+        return example.ids if example.targets is None and not example.truncated else example
 
     def _overlong(self, example: Encoded, block: Block, pick: int) -> Encoded | None:
         tokens, policy, limit = len(example.ids), self.policies.overlong, self.limit
@@ -193,3 +191,7 @@ class Encoder:
         if self._fingerprint is None:
             self._fingerprint = "none" if self.tokenizer is None else fingerprint(self.tokenizer)
         return self._fingerprint
+
+
+def _encoded(found: Tokens | Encoded | Fault) -> Encoded | Fault:
+    return Encoded(found, None) if isinstance(found, np.ndarray) else found

@@ -1,6 +1,6 @@
 """Feeds: what a lane takes from one source, in order. Knows which of the examples that it took still wait."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from streampack.items import Bad, Dropped, Item, ItemReader
 from streampack.lane_state import FeedState
@@ -41,7 +41,7 @@ class Feed:
         self._head = state.head
         self._next: Item | Dropped | None = None  # what comes, once it was looked at
         self._items: Iterator[Item | Dropped] = items.read(
-            state.position, number=state.first, stop_epoch=stop_epoch, is_used=self._was_used
+            state.position, number=state.first, stop_epoch=stop_epoch, unused=self._unused
         )
 
     @property
@@ -134,9 +134,13 @@ class Feed:
 
     # ---- resuming ------------------------------------------------------------------------------------------------
 
-    def _was_used(self, number: int) -> bool:
-        """Whether an example was used up (or left out) before the state that this feed began from."""
-        return number < self._start.head[0] and not self._start.waiting[number - self._start.first]
+    def _unused(self, number: int, count: int) -> Sequence[int]:
+        """Which of `count` examples from a number on were not used up (or left out) before the state that this feed
+        began from, counted from there."""
+        head, first, waiting = self._start.head[0], self._start.first, self._start.waiting
+        if number >= head:
+            return range(count)
+        return [place for place in range(count) if number + place >= head or waiting[number + place - first]]
 
     def restore(self, *, cuts: bool) -> list[Item]:
         """The items that waited, encoded again.

@@ -117,7 +117,13 @@ def in_order(messages: Iterable[Message], *, num_workers: int) -> Iterator[Given
             if not running <= {one.worker for one in parts[part]}:
                 break
             together = parts.pop(part)
-            yield from sorted((given for one in together for given in one.given), key=lambda given: given.place)
+            yield from _by_place(together)
             running -= {one.worker for one in together if one.is_last}
     for part in sorted(parts):
-        yield from sorted((given for one in parts[part] for given in one.given), key=lambda given: given.place)
+        yield from _by_place(parts[part])
+
+
+def _by_place(messages: list[Message]) -> list[Given]:
+    if len(messages) == 1:
+        return messages[0].given  # of one worker, which goes by place
+    return sorted((given for message in messages for given in message.given), key=lambda given: given.place)

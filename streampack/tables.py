@@ -215,12 +215,17 @@ def _as_array(value: Any) -> Any:
 
 def size_of(example: Any) -> int:
     """About how many bytes an example takes that is a dict: its texts and lists."""
-    return sum(_size(value) for value in example.values()) if isinstance(example, Mapping) else 0
+    if type(example) is not dict and not isinstance(example, Mapping):
+        return 0
+    size = 0
+    for value in example.values():
+        size += len(value) if isinstance(value, str) and value.isascii() else _size(value)
+    return size
 
 
 def _size(value: Any) -> int:
     if isinstance(value, str):
-        return len(value) if value.isascii() else len(value.encode(errors="surrogatepass"))
+        return len(value.encode(errors="surrogatepass"))
     if isinstance(value, bytes):
         return len(value)
     return 8 * len(value) if hasattr(value, "__len__") and not isinstance(value, Mapping) else 0
@@ -252,5 +257,6 @@ def _flatten(column: pa.ChunkedArray) -> tuple[npt.NDArray[Any], list[int], list
     else:
         values = inner.to_numpy()
     if values.dtype.kind in "iu" and (np.can_cast(values.dtype, np.int32) or _fits(values, np.int32)):
-        values = values.astype(np.int32)  # also a copy, which lets go of the table
+        # A copy, which lets go of the table, unless it is one already.
+        values = values.astype(np.int32, copy=not values.flags.owndata)
     return values, offsets.tolist(), valid  # lists: single elements are fetched much faster than from arrays

@@ -54,8 +54,10 @@ class IdReader:
         self._below = vocab_size or 1 << 31
         self._agreed: tuple[str | None] | None = None
 
-    def read(self, block: Block, picks: Sequence[int]) -> Iterable[Encoded | Fault]:
+    def read(self, block: Block, picks: Sequence[int]) -> Iterable[Tokens | Encoded | Fault]:
         """The tokens of the picked examples, or what is wrong with them. An example may have no tokens.
+
+        Of tables of which every token is a target they come as arrays alone, which saves an object for each example.
 
         Raises:
             ValueError: for columns that are missing, that packing would drop, or that contradict each other.
@@ -65,7 +67,7 @@ class IdReader:
         ids = block.column("input_ids", hint=IDS_HINT)
         return [self._from_example(block, pick, ids.array(pick)) for pick in picks]
 
-    def _from_table(self, block: Block, picks: Sequence[int]) -> Iterable[Encoded | Fault]:
+    def _from_table(self, block: Block, picks: Sequence[int]) -> Iterable[Tokens | Encoded | Fault]:
         ids = block.column("input_ids", hint=IDS_HINT)
         names = [name for name in block.names if name in TARGETS and not block.holds_numbers(name)]
         name = self._target_column(block, 0, names, list_columns(block.data))
@@ -74,8 +76,7 @@ class IdReader:
         if attention is not None and attention.is_all_ones:
             attention = None
         if ids.holds_ids(below=self._below) and targets is None and attention is None:
-            arrays = ids.arrays(picks)
-            return (Encoded(array, None) if array is not None else self._read(array) for array in arrays)
+            return [self._read(None) if array is None else array for array in ids.arrays(picks)]
         return [
             self._read(
                 ids.array(pick),
