@@ -20,7 +20,7 @@ from data import exit_status, show, show_versions, snippets, tokenizer
 
 BATCH = 128
 BATCHES = 3
-ROUNDS = 8
+ROUNDS = 24
 WANTED = 1.10
 
 CHATML = """\

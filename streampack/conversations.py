@@ -77,9 +77,9 @@ def hint_of(format: Format, names: Sequence[str]) -> str:
 def read(format: Format, block: Block, picks: Sequence[int]) -> list[Chat | Prompted | Fault]:
     """The picked examples of a block, or what is wrong with them."""
     read_one = _READERS[format]
-    columns = [
-        block.column(name, hint=lambda names: hint_of(format, names)).take(picks) for name in COLUMNS[format]
-    ] + [_optional(block, picks, name) for name in OPTIONAL[format]]
+    columns = [block.take(name, picks, hint=lambda names: hint_of(format, names)) for name in COLUMNS[format]] + [
+        _optional(block, picks, name) for name in OPTIONAL[format]
+    ]
     found: list[Chat | Prompted | Fault] = []
     for values in zip(*columns, strict=True):
         try:
@@ -92,7 +92,7 @@ def read(format: Format, block: Block, picks: Sequence[int]) -> list[Chat | Prom
 
 def _optional(block: Block, picks: Sequence[int], name: str) -> list[Any]:
     if isinstance(block.data, pa.Table):
-        return block.column(name).take(picks) if name in block.data.column_names else [None] * len(picks)
+        return block.take(name, picks) if name in block.data.column_names else [None] * len(picks)
     examples: list[Any] = [block.data[pick] for pick in picks]
     return [example.get(name) if isinstance(example, Mapping) else None for example in examples]
 

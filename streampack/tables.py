@@ -77,6 +77,15 @@ class Block:
         example: Any = self.data[pick]
         return _as_array(example[name])
 
+    def take(self, name: str, picks: Sequence[int], *, hint: Hint = "") -> list[Any]:
+        """The picked values of a column as Python objects, or Faults as in `column`."""
+        if not isinstance(self.data, pa.Table):
+            return [_value(self.data[pick], name, hint) for pick in picks]
+        if name not in self.data.column_names:
+            return [missing(name, self.names, hint)] * len(picks)
+        taken: list[Any] = self.data.column(name).take(pa.array(picks, type=pa.int64())).to_pylist()
+        return taken
+
     def column(self, name: str, *, hint: Hint = "") -> "Column":
         """A column by name. Where an example has no such column, or is none, its value is a Fault that says so.
 
@@ -128,13 +137,6 @@ class Column:
             return False
         values = self._lists[0]
         return values.dtype.kind in "iub" and bool((values == 1).all())
-
-    def take(self, picks: Sequence[int]) -> list[Any]:
-        """The picked values as Python objects."""
-        if isinstance(self._values, list):
-            return [self._values[pick] for pick in picks]
-        taken: list[Any] = self._values.take(pa.array(picks, type=pa.int64())).to_pylist()
-        return taken
 
     def array(self, pick: int) -> Any:
         """One value as a NumPy array where it is a list of numbers (list, array, CPU tensor), else as it is."""

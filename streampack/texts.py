@@ -123,7 +123,7 @@ class TextReader:
 
     def read(self, block: Block, picks: Sequence[int]) -> Iterable[Encoded | Fault]:
         """The tokens of the picked examples, or what is wrong with them."""
-        values = block.column(self.column, hint=self.hint).take(picks)
+        values = block.take(self.column, picks, hint=self.hint)
         texts = [value if isinstance(value, str) else not_text(self.column, value) for value in values]
         found = for_texts(texts, lambda those: self.tokenizer.ids(those, specials=True), name=self.column)
         return (one if isinstance(one, Fault) else self.tokenizer.framed(one) for one in found)

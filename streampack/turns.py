@@ -93,32 +93,40 @@ def find_turns(text: str, messages: Sequence[Message], borders: Borders) -> list
     users, answers = messages[::2], messages[1::2]
     if len(users) != len(answers) or not users or not text.endswith(borders.last_ending):
         return None
-    if any(user["role"] != "user" or not isinstance(user.get("content"), str) for user in users):
-        return None
-    if any(answer["role"] != "assistant" for answer in answers):
-        return None
-    contents = [user["content"] for user in users]
+    contents: list[str] = []
+    for user, answer in zip(users, answers, strict=True):
+        content = user.get("content")
+        if user["role"] != "user" or answer["role"] != "assistant" or not isinstance(content, str):
+            return None
+        contents.append(content)
     found = _search(text, contents, borders)
     if found is None and any(content != content.strip() for content in contents):
         found = _search(text, [content.strip() for content in contents], borders)  # many templates strip contents
-    if found is None or not all(
-        _begins_with_content(text, span, answer, borders.leads) for span, answer in zip(found, answers, strict=True)
-    ):
-        return None
+    if found is not None:
+        for span, answer in zip(found, answers, strict=True):
+            if not _begins_with_content(text, span, answer, borders.leads):
+                return None
     return found
 
 
 def _begins_with_content(text: str, span: Span, answer: Message, leads: tuple[str, str]) -> bool:
     content, (start, end) = _content(answer), span
-    if content is None:
-        return False
-    places = [start + len(lead) for lead in leads if text.startswith(lead, start, end)]
-    return any(text.startswith(one, place, end) for one in (content, content.strip()) for place in places)
+    if content is not None:
+        for lead in leads:
+            place = start + len(lead)
+            if text.startswith(lead, start, end) and (
+                text.startswith(content, place, end) or text.startswith(content.strip(), place, end)
+            ):
+                return True
+    return False
 
 
 def _search(text: str, contents: Sequence[str], borders: Borders) -> list[Span] | None:
+    """The answers between the turns of users, if these are found at the same places from the left and from the right,
+    and one ending in each answer."""
     ending, closing, thinking = borders.ending, borders.closing, borders.thinking
-    turns = [f"{contents[0]}{closing}", *(f"{ending}{borders.opening}{content}{closing}" for content in contents[1:])]
+    turns = [contents[0] + closing]
+    turns += [f"{ending}{borders.opening}{content}{closing}" for content in contents[1:]]
     if text.count(closing) != len(turns):
         return None
     places, start = [], 0
@@ -128,16 +136,18 @@ def _search(text: str, contents: Sequence[str], borders: Borders) -> list[Span] 
             return None
         places.append(place)
         start = place + len(turn)
-    limit = len(text) - len(borders.last_ending)
-    for turn, place in zip(reversed(turns), reversed(places), strict=True):
-        limit = text.rfind(turn, 0, limit)
-        if limit != place:
+    spans, limit, end = [], len(text) - len(borders.last_ending), len(text)
+    while turns:
+        turn, place = turns.pop(), places.pop()
+        start = place + len(turn)
+        if thinking and text.startswith(thinking, start):
+            start += len(thinking)
+        if text.rfind(turn, 0, limit) != place or text.count(ending, start, end) != 1:
             return None
-    starts = [place + len(turn) for place, turn in zip(places, turns, strict=True)]
-    if thinking:
-        starts = [start + len(thinking) if text.startswith(thinking, start) else start for start in starts]
-    spans = list(zip(starts, [*(place + len(ending) for place in places[1:]), len(text)], strict=True))
-    return spans if all(text.count(ending, start, end) == 1 for start, end in spans) else None
+        spans.append((start, end))
+        limit, end = place, place + len(ending)
+    spans.reverse()
+    return spans
 
 
 # ---- by prefix -----------------------------------------------------------------------------------------------------
