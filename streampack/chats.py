@@ -23,7 +23,7 @@ from streampack.spans import Mask, MergedTokens, Span, mask_of, trailing_special
 from streampack.tables import Block
 from streampack.templates import ChatTemplate, Rendered
 from streampack.texts import TextTokenizer, for_texts
-from streampack.token_ids import Encoded
+from streampack.token_ids import Encoded, Tokens
 
 Targets = Literal["auto", "all", "completion", "assistant"]
 AUTO: dict[Format, Targets] = {
@@ -96,7 +96,7 @@ class ChatReader:
             one if isinstance(one, Fault) else self.tokenizer.framed(one[0], one[1] if keep else None) for one in masked
         ]
 
-    def _masked(self, rendered: Sequence[Rendered | Fault], *, specials: bool) -> list[tuple[list[int], Mask] | Fault]:
+    def _masked(self, rendered: Sequence[Rendered | Fault], *, specials: bool) -> list[tuple[Any, Mask] | Fault]:
         """Ids and targets. Special tokens that the tokenizer adds at the end are targets, too."""
         texts = [one if isinstance(one, Fault) else one.text for one in rendered]
         encodings = for_texts(texts, lambda those: self.tokenizer.encodings(those, specials=specials), name=self.format)
@@ -108,7 +108,7 @@ class ChatReader:
         ]
 
 
-def _masked(encoding: Any, spans: Sequence[Span], specials: bool) -> tuple[list[int], Mask] | Fault:
+def _masked(encoding: Any, spans: Sequence[Span], specials: bool) -> tuple[Any, Mask] | Fault:
     try:
         mask = mask_of(encoding, spans)
     except MergedTokens as merged:
@@ -118,5 +118,5 @@ def _masked(encoding: Any, spans: Sequence[Span], specials: bool) -> tuple[list[
     return encoding.ids, mask
 
 
-def _encoded(ids: list[int], targets: Mask | None) -> Encoded:
-    return Encoded(np.array(ids, dtype=np.int32), targets)
+def _encoded(ids: list[int] | Tokens, targets: Mask | None) -> Encoded:
+    return Encoded(np.asarray(ids, dtype=np.int32), targets)

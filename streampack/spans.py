@@ -25,11 +25,12 @@ class MergedTokens(ValueError):
     """A token holds characters of both sides of a border, and its tokenizer does not say which one it is."""
 
 
-def mask_of(encoding: "Any | PlainEncoding", spans: Sequence[Span]) -> Mask:
+def mask_of(encoding: "Any | ByteEncoding | PlainEncoding", spans: Sequence[Span]) -> Mask:
     """The targets among the tokens of a text: bool [tokens].
 
     Args:
-        encoding: of a fast tokenizer (a `tokenizers.Encoding`, which knows the characters of each token), or plain.
+        encoding: of a fast tokenizer (a `tokenizers.Encoding`, which knows the characters of each token), of a
+            byte-level one, or plain.
         spans: in order, none overlapping another.
 
     Raises:
@@ -42,11 +43,13 @@ def mask_of(encoding: "Any | PlainEncoding", spans: Sequence[Span]) -> Mask:
     return mask
 
 
-def _tokens(encoding: "Any | PlainEncoding", start: int, end: int) -> slice:
+def _tokens(encoding: "Any | ByteEncoding | PlainEncoding", start: int, end: int) -> slice:
     """The tokens that hold a character of a span: from the first that ends after its start, to the last that begins
     before its end. (The encoding is asked for single tokens: to make a list of all their places takes much longer.)"""
     if isinstance(encoding, PlainEncoding):
         return slice(encoding.border(start), encoding.border(end))
+    if isinstance(encoding, ByteEncoding):
+        return encoding.tokens(start, end)
     chars = encoding.token_to_chars
     first, after = encoding.char_to_token(start), len(encoding)
     last = chars(after - 1) if after else None
@@ -75,6 +78,28 @@ def trailing_specials(encoding: "Any | PlainEncoding") -> int:
     """How many tokens at the end the tokenizer added to the text, such as EOS."""
     mask: list[int] = encoding.special_tokens_mask
     return next((place for place, special in enumerate(reversed(mask)) if not special), len(mask))
+
+
+@dataclass(slots=True, kw_only=True)
+class ByteEncoding:
+    """The tokens of a text by a byte-level tokenizer, without tokens that it adds."""
+
+    text: str
+    ids: npt.NDArray[np.int32]
+    """int32 [tokens]"""
+    ends: npt.NDArray[np.int64]
+    """int64 [tokens]: bytes of the text up to the end of each token."""
+    is_ascii: bool
+    """Each character of the text is one byte."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def tokens(self, start: int, end: int) -> slice:
+        """The tokens that hold a byte of the characters from `start` up to `end`, which is more than that."""
+        if not self.is_ascii:
+            start, end = len(self.text[:start].encode()), len(self.text[:end].encode())
+        return slice(int(self.ends.searchsorted(start, "right")), 1 + int(self.ends.searchsorted(end, "left")))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,10 +3,12 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
 
+from streampack.byte_level import ByteLengths
 from streampack.sources import Fault, FaultReason
 from streampack.spans import Mask, PlainEncoding
 from streampack.tables import Block, Hint
@@ -52,13 +54,12 @@ class TextTokenizer:
         return list(self._call(texts, specials)["input_ids"])
 
     def encodings(self, texts: list[str], *, specials: bool) -> list[Any]:
-        """The same as `tokenizers.Encoding`s, which know the characters of each token (or `PlainEncoding`s)."""
+        """The same as `tokenizers.Encoding`s, which know the characters of each token (or `ByteEncoding`s, which are
+        quicker to be had, or `PlainEncoding`s)."""
         if not texts:
             return []
         if self._calls_backend(texts, specials):
-            if self._untrimmed is None:
-                self._untrimmed = untrimmed(self.tokenizer.backend_tokenizer)
-            return list(self._untrimmed.encode_batch(texts, add_special_tokens=specials))
+            return self._by_bytes(texts) if not specials and self._byte_lengths else self._by_places(texts, specials)
         if getattr(self.tokenizer, "is_fast", False) and not _trimming(self.tokenizer.backend_tokenizer)[1]:
             return list(self._call(texts, specials).encodings)
         alone = self.ids(texts, specials=False)
@@ -67,6 +68,23 @@ class TextTokenizer:
             PlainEncoding(text=text, ids=ids, special_tokens_mask=_added(ids, own), tokenize=self._tokenize)
             for text, ids, own in zip(texts, whole, alone, strict=True)
         ]
+
+    def _by_places(self, texts: list[str], specials: bool) -> list[Any]:
+        if self._untrimmed is None:
+            self._untrimmed = untrimmed(self.tokenizer.backend_tokenizer)
+        return list(self._untrimmed.encode_batch(texts, add_special_tokens=specials))
+
+    def _by_bytes(self, texts: list[str]) -> list[Any]:
+        lengths = self._byte_lengths
+        assert lengths is not None
+        found = self.tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        encodings = [lengths.encoding(text, one.ids) for text, one in zip(texts, found, strict=True)]
+        others = iter(self._by_places([text for text, one in zip(texts, encodings, strict=True) if one is None], False))
+        return [next(others) if one is None else one for one in encodings]
+
+    @cached_property
+    def _byte_lengths(self) -> ByteLengths | None:
+        return ByteLengths.of(self.tokenizer.backend_tokenizer)
 
     def _tokenize(self, text: str) -> list[int]:
         return self.ids([text], specials=False)[0]

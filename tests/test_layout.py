@@ -11,8 +11,8 @@ import streampack
 FOLDER = Path(streampack.__file__).parent
 CORE = [
     *("order", "arguments", "sources", "storage", "lines", "columnar", "files", "huggingface", "mds_cache", "mds"),
-    *("tables", "dealing", "rows", "token_ids", "spans", "texts", "conversations", "turns", "templates", "chats"),
-    *("encode", "retry", "reading", "blocks"),
+    *("tables", "dealing", "rows", "token_ids", "spans", "byte_level", "texts", "conversations", "turns"),
+    *("templates", "chats", "encode", "retry", "reading", "blocks"),
     *("packing", "items", "lane_state", "feeds", "mixture", "lanes"),
     *("hosting", "stream", "settings", "state", "progress"),
     *("interval", "remaining", "wording", "recording", "replay", "totals"),
