@@ -118,8 +118,8 @@ def packing_speed(pieces: list[int], examples: list[int], seq_len: int) -> tuple
             return rows, sum(pieces) / (time.perf_counter() - begin) / 1e6
         packing = resolve("auto", tokens=tokens, count=len(waiting), seq_len=seq_len)
         if packing == "best_fit":
-            following = examples[head] if head < len(examples) else examples[-1] + 1
-            plan = best_fit(waiting, [following - number for number in numbers], seq_len=seq_len)
+            taken = examples[head - 1] + 1
+            plan = best_fit(waiting, [taken - number for number in numbers], seq_len=seq_len)
         else:
             plan = [first_row(packing, waiting, seq_len=seq_len, must=1, max_examples=None)]
         rows += len(plan)

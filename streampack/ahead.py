@@ -1,9 +1,8 @@
 """Working ahead: while the loop is busy with an item, a thread makes the next ones.
 
-Whoever is free makes them. A loop that comes back at once (since there is no step between, or the step is faster than
-the making) makes the next item itself: changing threads for each would cost it a third of its speed. As soon as it is
-busy for longer than PAUSE_SECONDS, the thread takes over. To look whether it is costs a fast loop time, too, so the
-thread looks less often as long as it is not.
+Whoever is free makes them. A loop that comes back at once makes the next item itself: changing threads for each would
+cost it a third of its speed. The thread looks every PAUSE_SECONDS whether the loop is away, and takes over if it has
+been for BUSY_SECONDS.
 """
 
 import atexit
@@ -15,7 +14,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.002, 0.032
+PAUSE_SECONDS, BUSY_SECONDS = 0.004, 0.0005
 STOP_SECONDS, EXIT_SECONDS = 1.0, 5.0
 """How long the end of a pass and that of the interpreter wait for the thread, which may be inside a network read."""
 
@@ -23,8 +22,8 @@ STOP_SECONDS, EXIT_SECONDS = 1.0, 5.0
 class WorkAhead(Generic[T]):
     """An iterator over a generator that a thread runs ahead, at most `depth` items. Its errors are raised here.
 
-    `close()` ends the thread, and the generator with it. `stopped` is set first, so that the generator can end what it
-    waits for.
+    Whoever takes items says by `away()` that it is at its own work until it asks for the next one. `close()` ends the
+    thread, and the generator with it. `stopped` is set first, so that the generator can end what it waits for.
     """
 
     def __init__(self, source: "Generator[T, None, None]", *, depth: int, stopped: threading.Event) -> None:
@@ -33,8 +32,7 @@ class WorkAhead(Generic[T]):
         self._made: deque[T] = deque()
         self._making = threading.Lock()  # held by whoever runs the source
         self._error: BaseException | None = None  # what ended the source: StopIteration at its end
-        self._waits = False  # the loop wants an item now
-        self._left = time.monotonic()  # when it got its last one
+        self._left: float | None = None  # when the loop went away; None: it is here, and wants the next item soon
         self._stop = stopped
         self._room = threading.Event()
         self._thread = threading.Thread(target=self._run, name="streampack", daemon=True)
@@ -46,7 +44,7 @@ class WorkAhead(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        self._waits = True
+        self._left = None
         try:
             if not self._made:
                 with self._making:  # waits for what the thread is making now
@@ -57,9 +55,11 @@ class WorkAhead(Generic[T]):
             assert self._error is not None
             raise self._error
         finally:
-            self._left = time.monotonic()
-            self._waits = False
             self._room.set()
+
+    def away(self) -> None:
+        """The loop has its item, and is at its own work from now on."""
+        self._left = time.monotonic()
 
     def _make(self) -> None:
         """Make one item, or find the end. Only with the lock."""
@@ -70,18 +70,16 @@ class WorkAhead(Generic[T]):
                 self._error = error  # kept: the source is over, and must not seem to have ended well
 
     def _is_busy(self) -> bool:
-        """Whether the loop has been at work on its last item for a while."""
-        return not self._waits and time.monotonic() - self._left >= PAUSE_SECONDS
+        left = self._left
+        return left is not None and time.monotonic() - left >= BUSY_SECONDS
 
     def _run(self) -> None:
-        pause = PAUSE_SECONDS
-        while not self._stop.wait(pause) and self._error is None:
-            pause = PAUSE_SECONDS if self._is_busy() else min(2 * pause, LONGEST_PAUSE_SECONDS)
+        while not self._stop.wait(PAUSE_SECONDS) and self._error is None:
             while self._is_busy() and not (self._stop.is_set() or len(self._made) >= self._depth or self._error):
                 with self._making:
                     self._make()
             self._room.clear()  # whoever sets it changes what is asked next before: no call to go on is lost
-            if len(self._made) >= self._depth and not (self._waits or self._stop.is_set()):
+            if len(self._made) >= self._depth and not self._stop.is_set():
                 self._room.wait()
         self._stop.wait()
         self._source.close()

@@ -133,7 +133,8 @@ class PackedLoader(DataLoader[Any]):
         packed = self.packed.row_len is not None
         closed = threading.Event()
         batches = self._batches(progress, closed)
-        source = WorkAhead(batches, depth=self._ahead, stopped=closed) if self.num_workers == 0 else batches
+        ahead = WorkAhead(batches, depth=self._ahead, stopped=closed) if self.num_workers == 0 else None
+        source = ahead or batches
         try:
             for given in source if at_end == "own" else self._together(source, progress, at_end):
                 self._check_current(progress)
@@ -147,6 +148,8 @@ class PackedLoader(DataLoader[Any]):
                 if rows:
                     progress.end_batch(cells=0 if packed else sum(self._collator.widths(rows, seq_len=None)))
                     self._last = rows
+                    if ahead is not None:
+                        ahead.away()
                     yield batch
                     self._check_current(progress)
             progress.ended = True

@@ -15,8 +15,6 @@ from streampack.tables import Block, Hint
 from streampack.token_ids import Encoded, show
 
 _PROBE = "Hello  WORLD,\n\tdon't 12345 été ﬁ 日本 🙂"
-PROBED = 32
-"""So many texts tell whether the Rust tokenizer inside is enough."""
 _T = TypeVar("_T")
 
 
@@ -37,7 +35,7 @@ class TextTokenizer:
         self.bos = getattr(tokenizer, "bos_token_id", None)
         self._specials: list[int] | None = None
         # Whether the Rust tokenizer inside gives the ids of the Python one around it, as it does unless that one is
-        # special; it is about a sixth faster. Found out on the first texts, with and without special tokens.
+        # special; it is about a sixth faster. Found out on the first batch, with and without special tokens.
         self._backend_is_enough: dict[bool, bool] = {}
         self._untrimmed: Any = None
 
@@ -48,9 +46,10 @@ class TextTokenizer:
         """
         if not texts:
             return []
-        if self._calls_backend(texts, specials):
-            backend = self.tokenizer.backend_tokenizer
-            return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=specials)]
+        if self._has_plain_backend() and specials not in self._backend_is_enough:
+            return self._probe(texts, specials)
+        if self._calls_backend(specials):
+            return self._ids_of_backend(texts, specials)
         return list(self._call(texts, specials)["input_ids"])
 
     def encodings(self, texts: list[str], *, specials: bool) -> list[Any]:
@@ -58,7 +57,9 @@ class TextTokenizer:
         quicker to be had, or `PlainEncoding`s)."""
         if not texts:
             return []
-        if self._calls_backend(texts, specials):
+        if self._has_plain_backend() and specials not in self._backend_is_enough:
+            self._probe(texts, specials)
+        if self._calls_backend(specials):
             return self._by_bytes(texts) if not specials and self._byte_lengths else self._by_places(texts, specials)
         if getattr(self.tokenizer, "is_fast", False) and not _trimming(self.tokenizer.backend_tokenizer)[1]:
             return list(self._call(texts, specials).encodings)
@@ -89,15 +90,22 @@ class TextTokenizer:
     def _tokenize(self, text: str) -> list[int]:
         return self.ids([text], specials=False)[0]
 
-    def _calls_backend(self, texts: list[str], specials: bool) -> bool:
+    def _has_plain_backend(self) -> bool:
         backend: Any = getattr(self.tokenizer, "backend_tokenizer", None)
-        if not hasattr(backend, "encode_batch_fast") or backend.truncation is not None or backend.padding is not None:
-            return False
-        if specials not in self._backend_is_enough:
-            some = texts[:PROBED]
-            found = [encoding.ids for encoding in backend.encode_batch_fast(some, add_special_tokens=specials)]
-            self._backend_is_enough[specials] = found == self._call(some, specials)["input_ids"]
-        return self._backend_is_enough[specials]
+        return hasattr(backend, "encode_batch_fast") and backend.truncation is None and backend.padding is None
+
+    def _calls_backend(self, specials: bool) -> bool:
+        return self._has_plain_backend() and self._backend_is_enough[specials]
+
+    def _probe(self, texts: list[str], specials: bool) -> list[list[int]]:
+        """The ids by the Python tokenizer, and whether the backend gives the same."""
+        called = list(self._call(texts, specials)["input_ids"])
+        self._backend_is_enough[specials] = called == self._ids_of_backend(texts, specials)
+        return called
+
+    def _ids_of_backend(self, texts: list[str], specials: bool) -> list[list[int]]:
+        found = self.tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=specials)
+        return [encoding.ids for encoding in found]
 
     def _call(self, texts: list[str], specials: bool) -> Any:
         """truncation=False: over-long examples are this library's business; verbose=False silences only the warning
@@ -190,7 +198,9 @@ def untrimmed(backend: Any) -> Any:
         return backend
     for one in trimming:
         one["trim_offsets"] = False
-    return type(backend).from_str(json.dumps({**json.loads(backend.to_str()), "post_processor": processor}))
+    same = type(backend).from_str(json.dumps({**json.loads(backend.to_str()), "post_processor": processor}))
+    same.encode_special_tokens = backend.encode_special_tokens  # which is not saved
+    return same
 
 
 def _trimming(backend: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -30,6 +30,12 @@ def tokenizer_like(
     return tokenizer
 
 
+def with_pre_tokenizer(pre_tokenizer: Any) -> Tokenizer:
+    tokenizer = tokenizer_like()
+    tokenizer.pre_tokenizer = pre_tokenizer
+    return tokenizer
+
+
 SPLIT = pre_tokenizers.Split(Regex(WORDS_AND_NUMBERS), "isolated")
 TOKENIZERS = {
     "plain": byte_tokenizer().backend_tokenizer,
@@ -85,10 +91,18 @@ def test_the_targets_are_those_by_the_places_that_the_tokenizer_keeps(name: str,
         tokenizer_like(before=[pre_tokenizers.Split(" ", "removed")]),
         tokenizer_like(before=[pre_tokenizers.Metaspace()]),
         tokenizer_like(special=AddedToken("<|end|>", rstrip=True)),
+        tokenizer_like(special=AddedToken("e\u0301", normalized=True), normalizer=normalizers.NFC()),
+        with_pre_tokenizer(None),
+        with_pre_tokenizer(pre_tokenizers.Sequence([])),
+        with_pre_tokenizer(pre_tokenizers.PreTokenizer.custom(object())),
+        tokenizer_like(normalizer=normalizers.Normalizer.custom(object())),
         Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?")),
         Tokenizer(models.BPE({"a": 0, "b": 1}, [])),
     ],
-    ids=["lowercase", "strip", "prefix space", "removed", "metaspace", "rstrip", "words", "letters"],
+    ids=[
+        *("lowercase", "strip", "prefix space", "removed", "metaspace", "rstrip", "decomposed", "none", "empty"),
+        *("custom", "custom normalizer", "words", "letters"),
+    ],
 )
 def test_a_tokenizer_that_may_lose_or_add_bytes_keeps_account_itself(tokenizer: Tokenizer) -> None:
     assert ByteLengths.of(tokenizer) is None
@@ -113,6 +127,10 @@ def test_a_token_that_was_added_since_has_no_length_and_is_left_to_the_tokenizer
     tokenizer.add_tokens(["streampack"])
     ids = tokenizer.encode("the streampack").ids
     assert lengths.encoding("the streampack", ids) is None
+    # Nor is the length of one taken for that of another: these two together are as long as twice the last one known.
+    tokenizer.add_tokens(["<|a_start|>", "<|_the_end|>"])
+    text = "<|a_start|>the<|_the_end|>"
+    assert lengths.encoding(text, tokenizer.encode(text).ids) is None
     encoding = lengths_of(tokenizer).encoding("the streampack", ids)
     assert encoding is not None
     assert encoding.ends.tolist()[-1] == 14
