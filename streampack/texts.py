@@ -221,13 +221,22 @@ def _is_unicode(text: str) -> bool:
 
 def fingerprint(tokenizer: Any) -> str:
     """Names a tokenizer by what decides the ids: vocabulary, special tokens and what it makes of a probe."""
-    ids = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
-    order = np.argsort(np.fromiter(ids.values(), dtype=np.int64, count=len(ids)), kind="stable")
-    unordered = list(ids)
-    tokens = [unordered[place] for place in order.tolist()]  # of a large vocabulary twice as fast as to sort it
+    tokens, last = _vocabulary(tokenizer)
     own = " ".join(f"{token} {token.swapcase()}" for token in tokens[:: max(1, len(tokens) // 50)])
     framing, *probe = (tokenizer(text, verbose=False)["input_ids"] for text in ("", _PROBE, own))
     eos = getattr(tokenizer, "eos_token_id", None)
     digest = hashlib.sha256("\n".join(tokens).encode(errors="surrogatepass"))
-    digest.update(repr((framing, probe, eos, [max(ids.values())] if ids else [])).encode())
+    digest.update(repr((framing, probe, eos, last)).encode())
     return f"{len(tokens)} tokens, {digest.hexdigest()[:16]}"
+
+
+def _vocabulary(tokenizer: Any) -> tuple[list[str], list[int]]:
+    """The tokens by their ids, and the last id, if there is one."""
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if hasattr(backend, "id_to_token"):  # to ask for each takes less time than to sort all of a large vocabulary
+        token_of = backend.id_to_token
+        tokens = [token_of(number) for number in range(backend.get_vocab_size())]
+        if tokens and None not in tokens:
+            return tokens, [len(tokens) - 1]
+    ids = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
+    return sorted(ids, key=ids.__getitem__), sorted(ids.values())[-1:]

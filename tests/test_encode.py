@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import ByT5Tokenizer
+from tokenizers import Tokenizer, models
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from streampack import PackedDataset
 from streampack.encode import Encoder, Policies
@@ -751,6 +752,18 @@ def test_another_tokenizer_has_another_fingerprint():
         fingerprint(None),
     ]
     assert len(set(prints)) == len(prints)
+
+
+def test_a_vocabulary_with_holes_is_named_by_its_tokens_in_the_order_of_their_ids():
+    def tokenizer_of(**vocabulary):
+        tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, **vocabulary}, unk_token="<unk>"))
+        return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+    named = fingerprint(tokenizer_of(a=3, b=7))
+    assert named.startswith("3 tokens, ")
+    assert named == fingerprint(tokenizer_of(b=7, a=3))
+    assert named != fingerprint(tokenizer_of(a=7, b=3))
+    assert named != fingerprint(tokenizer_of(a=3, b=8))
 
 
 def test_a_tokenizer_that_prepares_text_otherwise_has_another_fingerprint():
