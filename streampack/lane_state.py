@@ -107,6 +107,15 @@ class LaneState:
     done: bool
     """The lane has given all its rows of the pass."""
 
+    @property
+    def about_begun(self) -> int:
+        """About how many examples of one source have begun in the rows of the plan that are out: as many pieces as are
+        in other rows, and as many examples to a piece as among those that wait."""
+        feed, rows, segments = self.feeds[0], self.counts[0], self.counts[1]
+        waiting = feed.waiting.count(1)
+        pieces = waiting + sum(len(starts) - 1 for _, starts in feed.fragments)
+        return round(self.planned * segments / max(1, rows) * waiting / max(1, pieces))
+
     def to_json(self) -> str:
         feeds = ",".join([feed.to_json() for feed in self.feeds])
         counts = self.counts if any(self.counts[COMMON:]) else self.counts[:COMMON]

@@ -1,7 +1,7 @@
 """Progress of a pass: where it starts, the newest state of each lane among the rows handed out, and statistics."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,6 +122,8 @@ class Progress:
         self._batch_cells = self._batch_tokens = 0  # where the number of rows does not tell them
         self.ended = False
         """The pass is over: the next one begins with the next epoch."""
+        # By lane, the examples that began in the rows of its plan that are out. After a resume: about as many.
+        self._begun = {lane: state.about_begun for lane, state in start.states.items()}
         self._changed: dict[int, LaneState | None] = {}
         self._texts: dict[int, tuple[LaneState, str]] = {}
         # What each of the last batches replaced: (row, rows, the lanes it changed as they were before).
@@ -130,7 +132,12 @@ class Progress:
 
     def take(self, given: Given) -> None:
         """A row is handed out (or a lane has ended)."""
-        self._changed.setdefault(given.lane, self.lanes.get(given.lane))
+        before, planned = self.lanes.get(given.lane), given.state.planned
+        begun = self._begun.get(given.lane, 0) if before is not None and 0 < before.planned < planned else 0
+        if planned and given.row is not None:
+            begun += sum(origin[3] == 0 for origin in given.row.origin)
+        self._begun[given.lane] = begun if planned else 0
+        self._changed.setdefault(given.lane, before)
         self.lanes[given.lane] = given.state
         self.last = given
         self.bad.extend(given.bad)
@@ -225,13 +232,13 @@ class Progress:
 
     def counts(self) -> dict[str, int]:
         """Counts of the lanes of this rank since the stream began, in the order of COUNTS."""
-        mine = [state.counts for state in self.lanes_here()]
+        mine = [state.counts for state in self.lanes_here().values()]
         sums = map(sum, zip(*mine, strict=True)) if mine else [0] * len(COUNTS)
         return {key: self.start.totals[key] + count for key, count in zip(COUNTS, sums, strict=True)}
 
-    def lanes_here(self) -> list[LaneState]:
+    def lanes_here(self) -> dict[int, LaneState]:
         """The newest states of this rank's lanes that have begun."""
-        return [state for lane, state in self.lanes.items() if self._hosts(lane)]
+        return {lane: state for lane, state in self.lanes.items() if self._hosts(lane)}
 
     def _hosts(self, lane: int) -> bool:
         return (lane - self.start.row) % self.stream.lanes % self.start.world_size == self.start.rank
@@ -244,7 +251,7 @@ class Progress:
         if row_len is not None:
             cells, tokens = counts["rows"] * row_len, counts["tokens"]
         mine = self.lanes_here()
-        lane_rows = [state.counts[0] for state in mine]
+        lane_rows = [state.counts[0] for state in mine.values()]
         return {
             **counts,
             "bad": sum(counts[name] for name in BAD),
@@ -279,13 +286,13 @@ class Progress:
         mine = self.lanes_here()
         found: dict[str, dict[str, float]] = {}
         for place, part in enumerate(parts):
-            entered = [state.feeds[place].entered for state in mine]
-            epochs = [self._epoch_of_feed(state, place) for state in mine]
+            entered = [state.feeds[place].entered for state in mine.values()]
+            epochs = [self._epoch_of_feed(lane, place) for lane in mine]
             found[str(part.name)] = {
                 "weight": mix.weights[place],
                 "examples": sum(one[1] for one in entered),
                 "tokens_entered": sum(one[2] for one in entered),
-                "tokens": sum(state.given[place] for state in mine),
+                "tokens": sum(state.given[place] for state in mine.values()),
                 "epoch": sum(epochs) / len(epochs) if epochs else float(self.start.first_epoch),
             }
         for key, share in (("tokens_entered", "share_entered"), ("tokens", "share")):
@@ -294,36 +301,39 @@ class Progress:
                 one[share] = one[key] / total if total else 0.0
         return found
 
-    def _epoch(self, mine: list[LaneState]) -> float:
+    def _epoch(self, mine: Collection[int]) -> float:
         """The mean of this rank's lanes, of which some may not have begun the pass."""
         lanes = self.stream.lanes // self.start.world_size
         return (sum(map(self.epoch_of, mine)) + (lanes - len(mine)) * self.start.first_epoch) / lanes
 
-    def epoch_of(self, state: LaneState) -> float:
-        """Epochs that a lane has given in rows, with the share of the one it is in. What waits is not given yet."""
+    def epoch_of(self, lane: int, *, planned: bool = True) -> float:
+        """Epochs that a lane has given in rows (planned: also of its plan), with the share of the one it is in."""
+        state = self.lanes[lane]
         if state.done and self.epochs[1] is not None:
             return float(self.epochs[1])
-        epochs = [self._epoch_of_feed(state, place) for place in range(len(state.feeds))]
+        epochs = [self._epoch_of_feed(lane, place, planned=planned) for place in range(len(state.feeds))]
         ends_with_first = self.stream.mix is not None and self.stream.mix.stop == "first_exhausted"
         return max(epochs) if ends_with_first else min(epochs)
 
-    def unsure_of(self, state: LaneState) -> float:
+    def unsure_of(self, lane: int) -> float:
         """By how much of an epoch `epoch_of` may lag: where whole shards are counted, up to that of the oldest waiting
         example, by that one and the one that the lane reads."""
-        of_feeds = [
-            0.0 if state.done or self._size_of_feed(state, place) else 2 / self._turns(place)
-            for place in range(len(state.feeds))
-        ]
-        return max(of_feeds)
+        state = self.lanes[lane]
+        places = [] if state.done else [at for at in range(len(state.feeds)) if not self._size_of_feed(state, at)]
+        return max([2 / self._turns(place) for place in places], default=0.0)
 
-    def _epoch_of_feed(self, state: LaneState, place: int) -> float:
+    def _epoch_of_feed(self, lane: int, place: int, *, planned: bool = True) -> float:
+        """By the examples whose first tokens are in rows, where it is known how many there are."""
+        state = self.lanes[lane]
         feed: FeedState = state.feeds[place]
-        epoch, first, _ = feed.epoch
         size = self._size_of_feed(state, place)
-        if size:
-            given = feed.head[0] - first - feed.waiting.count(1)
-            return epoch + min(1.0, given / size)
-        return feed.position.epoch + feed.position.turn / self._turns(place)
+        if not size:
+            return feed.position.epoch + feed.position.turn / self._turns(place)
+        epoch, first, _ = feed.epoch
+        taken = feed.head[0] - first + (feed.head[1] > 0)
+        waiting = feed.waiting.count(1) - sum(min(starts) > 0 for _, starts in feed.fragments)
+        begun = min(self._begun.get(lane, 0), waiting) if planned and len(state.feeds) == 1 else 0
+        return epoch + min(1.0, (taken - waiting + begun) / size)
 
     def _size_of_feed(self, state: LaneState, place: int) -> float:
         """Examples that a lane has of a source in an epoch; 0: not known."""

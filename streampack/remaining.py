@@ -40,18 +40,20 @@ def remaining(progress: Progress) -> Remaining:
     """What remains of a pass on its rank. Cheap: it looks at the states of the lanes, and reads nothing."""
     stream, first = progress.stream, progress.start.first_epoch
     lanes = progress.lanes_here()
-    given = [progress.epoch_of(lane) - first for lane in lanes]
-    rows = [lane.counts[0] for lane in lanes]
     idle = stream.lanes // progress.start.world_size - len(lanes)  # that have not begun
-    begin = math.floor(min([*given, *[0.0] * idle], default=0.0)) if stream.epochs is None else 0
+    now = [*(progress.epoch_of(lane) - first for lane in lanes), *[0.0] * idle]
+    begin = math.floor(min(now, default=0.0)) if stream.epochs is None else 0
     end = begin + 1 if stream.epochs is None else stream.epochs
-    left = [min(max(end - epochs, 0.0), end - begin) for epochs in [*given, *[0.0] * idle]]
-    done = sum(rows)
-    if progress.ended or (not idle and all(lane.done for lane in lanes)):
+    done = sum(state.counts[0] for state in lanes.values())
+    if progress.ended or (not idle and all(state.done for state in lanes.values())):
         return Remaining(share=1.0, rows_done=done, rows_left=0, low=0, high=0)
-    share = 1.0 - sum(left) / ((end - begin) * len(left))
+    share = 1.0 - sum(_left(now, begin, end)) / ((end - begin) * len(now))
+    # The rows of a plan are not like each other: what is out of it is no sample, and makes the estimate less sure.
+    given = [progress.epoch_of(lane, planned=False) - first for lane in lanes]
     if not sum(given):
         return Remaining(share=share, rows_done=done, rows_left=None, low=None, high=None)
+    rows = [state.counts[0] for state in lanes.values()]
+    left = _left([*given, *[0.0] * idle], begin, end)
     value, low, high = _rows_left(given, rows, left=sum(left), unsure=sum(map(progress.unsure_of, lanes)))
     # The last row of a lane is part filled, or does not exist. In an endless stream the next epoch fills it.
     last_rows = sum(part > 0 for part in left) if stream.epochs is not None else 1
@@ -62,6 +64,11 @@ def remaining(progress: Progress) -> Remaining:
         low=math.floor(low),
         high=math.ceil(high + last_rows),
     )
+
+
+def _left(given: Sequence[float], begin: int, end: int) -> list[float]:
+    """Epochs that are left to give, of each."""
+    return [min(max(end - epochs, 0.0), end - begin) for epochs in given]
 
 
 def _rows_left(

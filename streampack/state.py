@@ -37,7 +37,8 @@ def check(state: Any, *, stream: Mapping[str, Any], change_weights: bool = False
     _check_numbers(state)
     _check_lanes(state)
     saved = state["stream"]
-    for key in [*saved, *(key for key in stream if key not in saved)]:
+    # Lanes first: how a source is cut, and so what it is named, may depend on how many they are.
+    for key in ["lanes", *saved, *(key for key in stream if key not in saved)]:
         if saved.get(key) == stream.get(key):
             continue
         both = key in saved and key in stream

@@ -409,6 +409,7 @@ def test_a_thread_that_hangs_in_the_source_does_not_keep_the_end_of_a_pass_waiti
 
     work = ahead.WorkAhead(source(), depth=4, stopped=threading.Event())
     assert next(work) == 1
+    work.away()
     assert hangs.wait(60)
     work.close()
     assert work._thread.is_alive()

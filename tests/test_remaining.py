@@ -3,6 +3,7 @@
 import io
 import itertools
 
+import numpy as np
 import pytest
 
 from streampack import PackedDataset, PackedLoader, ProgressBar
@@ -149,3 +150,26 @@ def test_a_bar_after_a_resume_goes_on_where_the_pass_was():
     assert bar.n == 60
     assert sum(1 for _ in bar) > 0
     assert bar.n == resumed.stats["rows"]
+
+
+@pytest.mark.parametrize("packing", ["auto", "best_fit", "next_fit", "by_length"])
+def test_the_epoch_is_the_share_of_the_examples_that_have_begun_in_rows_also_in_the_middle_of_a_plan(packing):
+    lengths = np.random.default_rng(0).integers(2, 150, size=256)
+    source = [{"input_ids": list(range(1, length + 1))} for length in lengths]
+
+    def loader():
+        dataset = PackedDataset(source, seq_len=64, lanes=4, packing=packing, source_name="test")
+        return PackedLoader(dataset, batch_size=4)
+
+    running, begun = loader(), 0
+    for batch, _ in enumerate(running):
+        begun += sum(first == 0 for row in running._last for _, _, _, first, _ in row.origin)
+        assert running.stats["epoch"] == pytest.approx(begun / 256)
+        if running.stats["rows"] < 256:
+            assert running.remaining.share == pytest.approx(begun / 256)
+        if batch == 9:
+            state, there = running.state_dict(), running.stats["epoch"]
+    assert begun == 256
+    resumed = loader()
+    resumed.load_state_dict(state)
+    assert resumed.stats["epoch"] == pytest.approx(there, abs=0.1)  # of the plan that is begun about as many are known

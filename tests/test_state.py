@@ -165,6 +165,11 @@ def test_a_state_of_another_stream_is_refused_with_both_values(key, here):
     )
 
 
+def test_of_other_lanes_and_the_name_that_a_source_has_with_them_the_lanes_are_named():
+    with pytest.raises(StateError, match="saved with lanes=4, this stream has lanes=8;"):
+        check(state_of(), stream={**STREAM, "source": "data (8 shards)", "lanes": 8})
+
+
 def test_a_setting_that_only_one_side_knows_is_refused():
     with pytest.raises(StateError, match="saved with seed=None, this stream has seed=1;"):
         check(state_of(), stream={**STREAM, "seed": 1})
