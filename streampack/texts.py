@@ -78,9 +78,10 @@ class TextTokenizer:
     def _by_bytes(self, texts: list[str]) -> list[Any]:
         lengths = self._byte_lengths
         assert lengths is not None
-        found = self.tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        encodings = [lengths.encoding(text, one.ids) for text, one in zip(texts, found, strict=True)]
-        others = iter(self._by_places([text for text, one in zip(texts, encodings, strict=True) if one is None], False))
+        ids = self._ids_of_backend(texts, specials=False)
+        encodings = [lengths.encoding(text, one) for text, one in zip(texts, ids, strict=True)]
+        left = [text for text, one in zip(texts, encodings, strict=True) if one is None]
+        others = iter(self._by_places(left, specials=False) if left else [])
         return [next(others) if one is None else one for one in encodings]
 
     @cached_property
