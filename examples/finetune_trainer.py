@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainingArguments, set_seed
 
 import streampack
-from streampack.trainer import PackedTrainer, count_steps
+from streampack.trainer import PackedTrainer, count_steps, newest_checkpoint
 
 TEMPLATE = (
     "{% for message in messages %}"
@@ -93,12 +93,6 @@ def answer(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, question
         eos_token_id=tokenizer.eos_token_id,
     )
     return tokenizer.decode(ids[0, length:], skip_special_tokens=True)
-
-
-def newest_checkpoint(folder: Path) -> str | None:
-    """The newest one that is whole: the Trainer writes trainer_state.json last."""
-    found = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
-    return str(max(found, key=lambda path: int(path.name.rpartition("-")[2]))) if found else None
 
 
 def main() -> None:

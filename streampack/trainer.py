@@ -1,7 +1,7 @@
 """Transformers' Trainer on a packed stream: PackedTrainer, and the mixin that makes any Trainer one.
 
     trainer = PackedTrainer(model=model, args=args, train_dataset=PackedDataset(...), eval_dataset=PackedDataset(...))
-    trainer.train(resume_from_checkpoint=True)   # on any number of processes
+    trainer.train(resume_from_checkpoint=True)   # on any number of processes; also after kill -9
 
 The Trainer would deal the stream to processes a second time, skip batches that a resumed stream is past already, drop
 or carry over the gradient of an epoch's last batches, and average losses of batches with unequal numbers of targets.
@@ -10,18 +10,17 @@ or carry over the gradient of an epoch's last batches, and average losses of bat
 import math
 import os
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer
 
-from streampack.checkpoint import STREAM_FILE, gather_objects, load_json, save_json
+from streampack.checkpoint import STREAM_FILE, gather_objects, save_json
 from streampack.collate import LayoutName
 from streampack.dataset import PackedDataset
 from streampack.loader import PackedLoader
 from streampack.passes import TrainPasses, count_batches, totals
 from streampack.rows import IGNORE
-from streampack.state import StateError
+from streampack.trainer_checkpoints import checkpoint_folder, load_stream_of, newest_checkpoint, not_whole
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -39,7 +38,8 @@ class PackedTrainerMixin(_Base):  # type: ignore[misc]
     up with padding, so that its examples count in that step, and with their full weight.
 
     Each checkpoint folder gets a `stream.json`, as of the steps that were trained; `resume_from_checkpoint=` goes on
-    with the next row, on any number of processes and with any batch size. Logs hold the totals of all processes since
+    with the next row, on any number of processes and with any batch size; True stands for the newest checkpoint that
+    is whole, see `newest_checkpoint`. Logs hold the totals of all processes since
     the stream began: num_tokens (without padding), num_loss_tokens (targets), fill (tokens / cells); and as epoch that
     of the data. `include_num_input_tokens_seen="non_padding"` counts the same tokens.
 
@@ -73,7 +73,7 @@ class PackedTrainerMixin(_Base):  # type: ignore[misc]
         self._check_loss(loader)
         self.args.ignore_data_skip = True
         if self._resume_from is not None:
-            _load(loader, self._resume_from)
+            load_stream_of(self._resume_from, loader)
         elif loader._loaded is None and loader.packed.loaded is None:
             loader.set_epoch(0)  # as each training does, whatever was read of the dataset before
         self._passes = TrainPasses(loader)
@@ -158,6 +158,23 @@ class PackedTrainerMixin(_Base):  # type: ignore[misc]
 
     # ---- training ------------------------------------------------------------------------------------------------
 
+    def train(self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None) -> Any:
+        """Train, see `Trainer.train`; with `resume_from_checkpoint=True` from the newest checkpoint that is whole.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        if resume_from_checkpoint is True and isinstance(self.train_dataset, PackedDataset | PackedLoader):
+            resume_from_checkpoint = newest_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                raise ValueError(
+                    f"resume_from_checkpoint=True: {self.args.output_dir} has no checkpoint that is whole; leave it "
+                    "out to begin"
+                )
+        return super().train(
+            resume_from_checkpoint=resume_from_checkpoint, trial=trial, ignore_keys_for_eval=ignore_keys_for_eval
+        )
+
     def _inner_training_loop(
         self,
         batch_size: Any = None,
@@ -199,11 +216,19 @@ class PackedTrainerMixin(_Base):  # type: ignore[misc]
         if self._passes is not None:
             step, before, after = self._group
             trained = after if self.state.global_step > step else before  # a group may be broken off before its step
-            folder = os.path.join(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
+            folder = checkpoint_folder(self._get_output_dir(trial=trial), self.state.global_step)
+            if self.args.should_save:
+                not_whole(folder)  # where a run before saved this step
             # First of all, so that a checkpoint which is whole for the Trainer has it.
             save_json(self._passes.loader, os.path.join(folder, STREAM_FILE), batches=trained)
             self.state.epoch = self._passes.loader.stats["epoch"]
         super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """In all processes before the Trainer's state is written, which says that the checkpoint is whole."""
+        super()._save_rng_state(output_dir)
+        if self._passes is not None:
+            gather_objects(None)
 
     def _maybe_log_save_evaluate(
         self,
@@ -307,14 +332,3 @@ def count_steps(data: PackedDataset | PackedLoader, args: Any) -> int:
     ]
     part_of_last = args.num_train_epochs - len(steps) + 1
     return int(sum(steps[:-1]) + math.ceil(part_of_last * steps[-1]))
-
-
-def _load(loader: PackedLoader, folder: str) -> None:
-    path = Path(folder, STREAM_FILE)
-    try:
-        load_json(loader, path)
-    except FileNotFoundError as error:
-        raise StateError(
-            f"cannot resume: {folder} has no {STREAM_FILE}, so it was saved by a Trainer without PackedTrainerMixin; "
-            "train without resume_from_checkpoint to begin the stream anew, with the model of that folder if you like"
-        ) from error

@@ -315,8 +315,11 @@ def test_a_killed_fine_tuning_goes_on_bit_by_bit(tmp_path: Path, finetuned: tupl
         with started(*finetune(tmp_path)) as process:
             wait_for_checkpoint(process, tmp_path, step)
             kill_all(process)
+    newest = max(tmp_path.glob("checkpoint-*/trainer_state.json"), key=lambda path: int(path.parent.name[11:]))
+    newest.write_text(newest.read_text()[:100])  # as if it had been killed just then
     output = run(*finetune(tmp_path))
     assert "goes on from " in output
+    assert f"goes on from {newest.parent}" not in output
     model = "checkpoint-10/model.safetensors"
     assert (tmp_path / model).read_bytes() == (finetuned[0] / model).read_bytes()
     assert held_out_losses(output)[-1] == held_out_losses(finetuned[1])[-1]

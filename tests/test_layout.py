@@ -22,8 +22,8 @@ WITH_TORCH = [
     *("callers", "ranks", "epochs", "loss", "collate", "attention", "isolation", "dataset", "messages"),
     *("ahead", "ending", "loader", "mds_writer", "checkpoint", "passes"),
 ]
-ENGINES = ["trainer", "lightning"]
-"""For engines, which they import; nothing imports them."""
+ENGINES = ["trainer_checkpoints", "trainer", "lightning"]
+"""For engines, which they import; nothing else imports them."""
 SEEING = [
     *("report", "plan", "trace", "show", "describe", "bars", "opening"),
     *("terminal", "views", "page", "options", "cli", "__main__"),

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from streampack import Collator, PackedDataset, PackedLoader, StateError
-from streampack.trainer import STREAM_FILE, PackedTrainer, PackedTrainerMixin, count_steps
+from streampack.trainer import STREAM_FILE, PackedTrainer, PackedTrainerMixin, count_steps, newest_checkpoint
 
 from .streams import SEQ_LEN, Shards, examples, split_evenly
 from .test_loader import rows_of
@@ -78,7 +79,8 @@ class Recorded(PackedTrainer):
         return super().prediction_step(model, inputs, *rest, **others)
 
     def train(self, resume_from_checkpoint: Any = None) -> Any:
-        self.begun = int(str(resume_from_checkpoint).rpartition("-")[2]) if resume_from_checkpoint else 0
+        newest = newest_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
+        self.begun = int(newest.rpartition("-")[2]) if newest else 0
         self.steps = []
         return super().train(resume_from_checkpoint=resume_from_checkpoint)
 
@@ -115,6 +117,54 @@ def test_a_resumed_training_is_the_uninterrupted_one_bit_by_bit(tmp_path: Path, 
     assert resumed.steps == whole.steps[3:]
     assert resumed.losses[-5:] == whole.losses[-5:]
     assert_same_model(resumed, whole)
+
+
+@pytest.mark.parametrize("written", [0, 1, 200, -1])
+def test_a_training_killed_while_it_saves_goes_on_from_the_newest_checkpoint_that_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: int
+) -> None:
+    whole = trainer(packed(), arguments(tmp_path / "whole", save_strategy="steps", save_steps=3))
+    whole.train()
+    save = TrainerState.save_to_json
+
+    def killed_at_6(state: TrainerState, path: str) -> None:
+        save(state, path)
+        if state.global_step == 6:
+            Path(path).write_text(Path(path).read_text().rstrip()[:written])
+            raise KeyboardInterrupt
+
+    args = arguments(tmp_path / "killed", save_strategy="steps", save_steps=3)
+    monkeypatch.setattr(TrainerState, "save_to_json", killed_at_6)
+    with pytest.raises(KeyboardInterrupt):
+        trainer(packed(), args).train()
+    monkeypatch.undo()
+    assert newest_checkpoint(tmp_path / "killed") == str(tmp_path / "killed" / "checkpoint-3")
+    resumed = trainer(packed(), args)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.steps == whole.steps[3:]
+    assert_same_model(resumed, whole)
+    assert newest_checkpoint(tmp_path / "killed") == str(tmp_path / "killed" / "checkpoint-8")
+
+
+def test_a_checkpoint_that_is_written_again_is_not_whole_until_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = arguments(tmp_path, save_strategy="steps", save_steps=3)
+    trainer(packed(), args).train()
+    assert newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-8")
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Recorded, "save_model", killed)
+    for step in (6, 3):
+        with pytest.raises(KeyboardInterrupt):
+            trainer(packed(), args).train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+    assert newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-3")
+    (tmp_path / "checkpoint-3" / "trainer_state.json").unlink()
+    assert newest_checkpoint(tmp_path) is None
+    with pytest.raises(ValueError, match=r"resume_from_checkpoint=True: .* has no checkpoint that is whole; leave it"):
+        trainer(packed(), args).train(resume_from_checkpoint=True)
 
 
 def passes_of(dataset: PackedDataset, count: int) -> list[list[list[int]]]:
@@ -430,6 +480,30 @@ def test_epochs_on_two_processes_have_each_example_once_though_one_of_them_has_m
     assert len(reports[0]["steps"]) == len(reports[1]["steps"]) == 2 * -(-len(reports[0]["rows"]) // 2 // 6)
     assert reports[0]["weights"] == reports[1]["weights"]
     assert all(entry["loss"] > 1 for report in reports for entry in report["history"] if "loss" in entry)
+
+
+def save_late_on_rank_1(dataset: Any, folder: str) -> Any:
+    """Whether the state of each rank was there when the file was written that makes a checkpoint whole."""
+    join_as_torchrun_does()
+    found: list[list[str]] = []
+    write_rng, write_state = Trainer._save_rng_state, TrainerState.save_to_json
+
+    def late(self: Trainer, output_dir: str) -> None:
+        time.sleep(dist.get_rank())
+        write_rng(self, output_dir)
+
+    def seen(self: TrainerState, path: str) -> None:
+        found.append(sorted(one.name for one in Path(path).parent.glob("rng_state*")))
+        write_state(self, path)
+
+    Trainer._save_rng_state, TrainerState.save_to_json = late, seen
+    trainer(dataset, arguments(folder, max_steps=2, save_strategy="steps", save_steps=2)).train()
+    return found
+
+
+def test_a_checkpoint_is_whole_only_once_all_processes_have_saved_what_is_theirs(tmp_path: Path) -> None:
+    reports = run_ranks(save_late_on_rank_1, 2, tmp_path / "run", str(tmp_path / "out"), make=packed)
+    assert reports == [[["rng_state_0.pth", "rng_state_1.pth"]], []]
 
 
 def evaluate_on_ranks(dataset: Any, folder: str) -> Any:
