@@ -159,15 +159,19 @@ def test_train_learns_and_says_what_packing_saved(uninterrupted: tuple[Path, str
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumes_bit_by_bit(tmp_path: Path, data: Path, uninterrupted: tuple[Path, str]) -> None:
+@pytest.mark.parametrize("workers", [(0, 0, 0), (2, 0, 3)])
+def test_a_killed_run_resumes_bit_by_bit_with_any_number_of_workers(
+    tmp_path: Path, data: Path, uninterrupted: tuple[Path, str], workers: tuple[int, int, int]
+) -> None:
     first = random.randrange(1, STEPS - 6)
-    for step in (first, random.randrange(first + 1, STEPS - 2)):
-        with started(*train(data, tmp_path)) as process:
+    steps = (first, random.randrange(first + 1, STEPS - 2))
+    for step, number in zip(steps, workers, strict=False):
+        with started(*train(data, tmp_path), "--workers", number) as process:
             wait_for_step(process, tmp_path, step)
             process.kill()
             process.wait()
         assert process.returncode == -signal.SIGKILL, f"was over before it could be killed at step {step}"
-    run(*train(data, tmp_path))
+    run(*train(data, tmp_path), "--workers", workers[-1])
     assert_same(last_checkpoint(tmp_path), last_checkpoint(uninterrupted[0]))
     assert log_lines(tmp_path) == log_lines(uninterrupted[0])
 
