@@ -101,7 +101,9 @@ class ShardReader:
             self._thread.submit(following)
 
     def _keep(self, key: tuple[int, int], chunk: Chunk) -> "_Kept":
-        kept = self._chunks[key] = _Kept(chunk, int(sizes(chunk).sum()))
+        kept = self._chunks[key] = _Kept(
+            chunk, chunk.nbytes if isinstance(chunk, pa.Table) else int(sizes(chunk).sum())
+        )
         self._bytes += kept.size
         while self._bytes > self._most_bytes and len(self._chunks) > 1:
             self._bytes -= self._chunks.popitem(last=False)[1].size

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from streampack.tables import Block, Hint
 from streampack.token_ids import Encoded, show
 
 _PROBE = "Hello  WORLD,\n\tdon't 12345 été ﬁ 日本 🙂"
+_PROBED = 15
+"""Texts of the first batch by which the backend is compared with the tokenizer around it."""
 _T = TypeVar("_T")
 
 
@@ -47,7 +49,7 @@ class TextTokenizer:
         if not texts:
             return []
         if self._has_plain_backend() and specials not in self._backend_is_enough:
-            return self._probe(texts, specials)
+            self._probe(texts, specials)
         if self._calls_backend(specials):
             return self._ids_of_backend(texts, specials)
         return list(self._call(texts, specials)["input_ids"])
@@ -98,11 +100,11 @@ class TextTokenizer:
     def _calls_backend(self, specials: bool) -> bool:
         return self._has_plain_backend() and self._backend_is_enough[specials]
 
-    def _probe(self, texts: list[str], specials: bool) -> list[list[int]]:
-        """The ids by the Python tokenizer, and whether the backend gives the same."""
-        called = list(self._call(texts, specials)["input_ids"])
-        self._backend_is_enough[specials] = called == self._ids_of_backend(texts, specials)
-        return called
+    def _probe(self, texts: list[str], specials: bool) -> None:
+        """Find out whether the backend gives the ids of the Python tokenizer, by a few texts: both take their time."""
+        few = [_PROBE, *texts[:_PROBED]]
+        called = list(self._call(few, specials)["input_ids"])
+        self._backend_is_enough[specials] = called == self._ids_of_backend(few, specials)
 
     def _ids_of_backend(self, texts: list[str], specials: bool) -> list[list[int]]:
         found = self.tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=specials)
@@ -222,22 +224,52 @@ def _is_unicode(text: str) -> bool:
 
 def fingerprint(tokenizer: Any) -> str:
     """Names a tokenizer by what decides the ids: vocabulary, special tokens and what it makes of a probe."""
-    tokens, last = _vocabulary(tokenizer)
-    own = " ".join(f"{token} {token.swapcase()}" for token in tokens[:: max(1, len(tokens) // 50)])
+    found = _vocabulary(tokenizer)
+    own = " ".join(f"{token} {token.swapcase()}" for token in found.some)
     framing, *probe = (tokenizer(text, verbose=False)["input_ids"] for text in ("", _PROBE, own))
     eos = getattr(tokenizer, "eos_token_id", None)
-    digest = hashlib.sha256("\n".join(tokens).encode(errors="surrogatepass"))
-    digest.update(repr((framing, probe, eos, last)).encode())
-    return f"{len(tokens)} tokens, {digest.hexdigest()[:16]}"
+    digest = hashlib.sha256(found.lines.encode(errors="surrogatepass"))
+    digest.update(repr((framing, probe, eos, found.last)).encode())
+    return f"{found.size} tokens, {digest.hexdigest()[:16]}"
 
 
-def _vocabulary(tokenizer: Any) -> tuple[list[str], list[int]]:
-    """The tokens by their ids, and the last id, if there is one."""
+class _Vocabulary(NamedTuple):
+    lines: str
+    """The tokens by their ids, each on a line."""
+    size: int
+    some: list[str]
+    """About 50 of them."""
+    last: list[int]
+    """The last id, if there is one."""
+
+
+def _vocabulary(tokenizer: Any) -> _Vocabulary:
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    if hasattr(backend, "id_to_token"):  # to ask for each takes less time than to sort all of a large vocabulary
-        token_of = backend.id_to_token
-        tokens = [token_of(number) for number in range(backend.get_vocab_size())]
+    if hasattr(backend, "id_to_token"):  # each way takes about half of the time of the next one
+        size, token_of = backend.get_vocab_size(), backend.id_to_token
+        lines = _lines_of_model(backend.model)
+        added = list(map(token_of, range(lines.count("\n") + 1, size)))
+        if lines and None not in added:
+            return _Vocabulary("\n".join([lines, *added]), size, list(map(token_of, _some(size))), [size - 1])
+        tokens = list(map(token_of, range(size)))
         if tokens and None not in tokens:
-            return tokens, [len(tokens) - 1]
+            return _Vocabulary("\n".join(tokens), size, [tokens[n] for n in _some(size)], [size - 1])
     ids = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
-    return sorted(ids, key=ids.__getitem__), sorted(ids.values())[-1:]
+    tokens = sorted(ids, key=ids.__getitem__)
+    last = sorted(ids.values())[-1:]
+    return _Vocabulary("\n".join(tokens), len(tokens), [tokens[n] for n in _some(len(tokens))], last)
+
+
+def _some(size: int) -> range:
+    return range(0, size, max(1, size // 50))
+
+
+def _lines_of_model(model: Any) -> str:
+    """The tokens of a model by one call, each on a line; nothing where they hold spaces or line ends, or where its ids
+    are not 0, 1, 2, ..."""
+    from tokenizers import Tokenizer
+
+    bare = Tokenizer(model)  # without a decoder, which would change them
+    size = bare.get_vocab_size()
+    spaced: str = bare.decode(range(size), skip_special_tokens=False)
+    return spaced.replace(" ", "\n") if spaced.count(" ") == size - 1 and "\n" not in spaced else ""

@@ -766,6 +766,49 @@ def test_a_vocabulary_with_holes_is_named_by_its_tokens_in_the_order_of_their_id
     assert named != fingerprint(tokenizer_of(a=3, b=8))
 
 
+class OnlyPython:
+    """A tokenizer whose vocabulary can only be had as a dict."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.eos_token_id = tokenizer.eos_token_id
+        self.get_vocab = tokenizer.get_vocab
+
+    def __call__(self, text, **settings):
+        return self.tokenizer(text, **settings)
+
+
+def with_tokens(*tokens, added=()):
+    tokenizer = Tokenizer(models.WordLevel({token: id for id, token in enumerate(["<unk>", *tokens])}, "<unk>"))
+    tokenizer.add_tokens(list(added))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        word_tokenizer(),
+        byte_tokenizer(),
+        with_tokens("a", "b", added=["<new>", "b", "of two words", "a\nb"]),
+        with_tokens("a", "of two words", "b", added=["<new>"]),
+        with_tokens("a", "a\nb", "b", added=["<new>"]),
+        with_tokens("a", "", "b"),
+        with_tokens(),
+    ],
+    ids=["words", "bytes", "added", "spaces", "lines", "empty", "one"],
+)
+def test_the_fingerprint_does_not_depend_on_how_the_vocabulary_was_had(tokenizer):
+    assert fingerprint(tokenizer) == fingerprint(OnlyPython(tokenizer))
+
+
+def test_each_token_counts_in_the_fingerprint():
+    tokens = [f"t{number}" for number in range(300)]
+    prints = {fingerprint(with_tokens(*tokens, added=["<x>", "<y>"]))}
+    prints |= {fingerprint(with_tokens(*tokens, added=added)) for added in (["<x>", "<z>"], ["<y>", "<x>"], ["<x>"])}
+    prints |= {fingerprint(with_tokens(*tokens[:n], "new", *tokens[n + 1 :], added=["<x>", "<y>"])) for n in range(300)}
+    assert len(prints) == 304
+
+
 def test_a_tokenizer_that_prepares_text_otherwise_has_another_fingerprint():
     plain, lower = word_tokenizer(), word_tokenizer(lowercase=True)
     assert plain("A")["input_ids"] != lower("A")["input_ids"]
