@@ -92,7 +92,7 @@ class BlockReader:
             chunk = self.reader.chunk(shard, number)
             indices, nexts = self._mine(epoch, shard, number, group, len(chunk))
             if len(indices):
-                mine = take(chunk, indices - number * CHUNK)
+                mine = self.reader.parse(take(chunk, indices - number * CHUNK))
                 yield _Piece(shard, turn, indices, nexts, mine, self._sizes(mine), self.group_reach)
             if len(chunk) < CHUNK:
                 return

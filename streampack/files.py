@@ -113,6 +113,14 @@ class Files:
             ValueError: if the file was changed or is damaged, with its name.
             OSError and the errors of its filesystem: as they come.
         """
+        for some in self.read_raw(shard, start):
+            if isinstance(some, list):
+                yield from map(self.parse, some)
+            else:
+                yield some
+
+    def read_raw(self, shard: int, start: int) -> Iterator[list[bytes] | Fault | pa.Table]:
+        """The same with lists of lines, not parsed yet, in the place of the examples of JSONL files."""
         file, part = self._shard(shard)
         if part.rows is not None and start >= part.rows:
             return
@@ -122,12 +130,14 @@ class Files:
         with opened(file) as source:
             if part.kind == "range":
                 begin, end = self._range(file, part)
-                yield from lines.read_range(source, begin=begin, end=end, start=start, columns=self.columns)
+                yield from lines.read_range(source, begin=begin, end=end, start=start)
             else:
                 compression = _compression(file.shown)
-                yield from lines.read_compressed(
-                    source, compression=compression, name=file.shown, start=start, columns=self.columns
-                )
+                yield from lines.read_compressed(source, compression=compression, name=file.shown, start=start)
+
+    def parse(self, raw: bytes) -> Example | Fault:
+        """The example of a line, or what is wrong with it."""
+        return lines.parse(raw, self.columns)
 
     def shard_sizes(self) -> IntArray | None:
         """Bytes of each shard where all are ranges of JSONL files, or all compressed ones; else None."""

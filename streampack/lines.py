@@ -11,7 +11,7 @@ import itertools
 import json
 import lzma
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from streampack.sources import Example, Fault
@@ -30,29 +30,41 @@ _COMPRESSED_PIECE = 64 << 10
 _decode = json.JSONDecoder().decode
 
 
-def read_range(
-    source: Opened, *, begin: int, end: int, start: int, columns: list[str] | None
-) -> Iterator[Example | Fault]:
-    """The examples `start`, `start + 1`, ... of the lines that begin in the bytes begin .. end - 1."""
-    pieces = (piece for _, piece in line_pieces(source, begin=begin, end=end))
-    yield from _parse(itertools.islice(_lines(pieces), start, None), columns)
+def read_range(source: Opened, *, begin: int, end: int, start: int) -> Iterator[list[bytes]]:
+    """The lines `start`, `start + 1`, ... of those that begin in the bytes begin .. end - 1, for `parse`."""
+    for lines in map(_not_blank, (piece for _, piece in line_pieces(source, begin=begin, end=end))):
+        if start < len(lines):
+            yield lines[start:]
+        start = max(0, start - len(lines))
 
 
-def read_compressed(
-    source: Opened, *, compression: str, name: str, start: int, columns: list[str] | None
-) -> Iterator[Example | Fault]:
-    """The examples `start`, `start + 1`, ... of a compressed file. One that ends early gives the lines that are whole
-    and then a Fault.
+def read_compressed(source: Opened, *, compression: str, name: str, start: int) -> Iterator[list[bytes] | Fault]:
+    """The lines `start`, `start + 1`, ... of a compressed file, for `parse`. One that ends early gives the lines that
+    are whole and then a Fault.
 
     Raises:
         ValueError: where the compressed data is damaged.
     """
     stream = _Decompressed(source, compression, name)
-    lines = _lines(stream)
-    passed = sum(1 for _ in itertools.islice(lines, start))
-    yield from _parse(lines, columns)
-    if stream.cut_short and passed == start:
+    left = start
+    for lines in map(_not_blank, stream):
+        if left < len(lines):
+            yield lines[left:]
+        left = max(0, left - len(lines))
+    if stream.cut_short and not left:
         yield Fault("cut_short", f"the {compression} file ends early: what came after its {source.size} bytes is lost")
+
+
+def parse(line: bytes, columns: list[str] | None) -> Example | Fault:
+    """The example of a line, or what is wrong with it. columns: the keys to keep; None: all."""
+    try:
+        example = _decode(line.decode())
+    except (ValueError, RecursionError) as error:  # those of UTF-8 and of JSON are ValueErrors
+        return Fault("malformed", _what_is_wrong(line, error))
+    if type(example) is not dict:
+        what = f"the line is a JSON {type(example).__name__}, not an object: {_excerpt(line.decode().strip(), 0)}"
+        return Fault("malformed", what)
+    return example if columns is None else {column: example[column] for column in columns if column in example}
 
 
 def place_of(source: Opened, *, begin: int, end: int, index: int) -> int:
@@ -148,27 +160,9 @@ def _without_mark(place: int, piece: bytes) -> tuple[int, bytes]:
     return (len(_MARK), piece[len(_MARK) :]) if place == 0 and piece.startswith(_MARK) else (place, piece)
 
 
-def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """The lines that are not blank. (No Python code runs for a line that is passed over.)"""
-    return itertools.filterfalse(bytes.isspace, itertools.chain.from_iterable(map(io.BytesIO, pieces)))
-
-
-def _parse(lines: Iterable[bytes], columns: list[str] | None) -> Iterator[Example | Fault]:
-    for line in lines:
-        try:
-            example = _decode(line.decode())
-        except (ValueError, RecursionError) as error:  # those of UTF-8 and of JSON are ValueErrors
-            yield Fault("malformed", _what_is_wrong(line, error))
-            continue
-        if type(example) is not dict:
-            yield Fault(
-                "malformed",
-                f"the line is a JSON {type(example).__name__}, not an object: {_excerpt(line.decode().strip(), 0)}",
-            )
-        elif columns is None:
-            yield example
-        else:
-            yield {column: example[column] for column in columns if column in example}
+def _not_blank(piece: bytes) -> list[bytes]:
+    """The lines of a piece. (No Python code runs for each.)"""
+    return list(itertools.filterfalse(bytes.isspace, io.BytesIO(piece)))
 
 
 def _what_is_wrong(line: bytes, error: Exception) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from streampack.retry import ReadStats, Retry, read_with_retries
-from streampack.sources import Source
+from streampack.sources import Source, parser_of
 from streampack.tables import Chunk, concatenate, size_of, sizes
 
 CHUNK = 256
@@ -49,6 +49,7 @@ class ShardReader:
         self.select = select
         self.retry = Retry.of(retry)
         self.reading = ReadStats()
+        self._parse = parser_of(source)
         self._is_closed = closed
         self._ends = False
         self._chunks: OrderedDict[tuple[int, int], _Kept] = OrderedDict()
@@ -60,7 +61,8 @@ class ShardReader:
         self._thread: _ReadingThread | None = None
 
     def chunk(self, shard: int, number: int) -> Chunk:
-        """Examples number * CHUNK ... of a shard that lanes share; fewer than CHUNK at its end, none after it."""
+        """Examples number * CHUNK ... of a shard that lanes share; fewer than CHUNK at its end, none after it. They may
+        have to be parsed."""
         key = shard, number
         kept = self._chunks.get(key)
         if kept is None:
@@ -77,11 +79,17 @@ class ShardReader:
 
     def piece(self, shard: int, index: int) -> Chunk:
         """Some examples of a shard from `index` on: at most CHUNK, or about PIECE_BYTES; none at its end."""
-        reader = self._open.pop((shard, index), None) or _Next(self._pieces(shard, index))
+        reader = self._open.pop((shard, index), None) or _Next(map(self.parse, self._pieces(shard, index)))
         piece = reader.result()
         if len(piece):
             self._go_on(self._open, (shard, index + len(piece)), reader)
         return piece
+
+    def parse(self, chunk: Chunk) -> Chunk:
+        """Examples that are not parsed yet as dicts."""
+        if self._parse is None or isinstance(chunk, pa.Table):
+            return chunk
+        return [self._parse(one) if type(one) is bytes else one for one in chunk]
 
     def close(self) -> None:
         """End the thread. (A read that does not come back is left to itself after CLOSE_SECONDS.)"""
@@ -136,9 +144,10 @@ class ShardReader:
                     examples, size = [], 0
                 chunk = self.select(item) if self.select else item
                 yield from (chunk[first : first + CHUNK] for first in range(0, len(chunk), CHUNK))
-            else:
-                examples.append(item)
-                size += size_of(item)
+                continue
+            for one in item if self._parse and isinstance(item, list) else [item]:
+                examples.append(one)
+                size += size_of(one)
                 if len(examples) == CHUNK or size >= PIECE_BYTES:
                     yield examples
                     examples, size = [], 0

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from streampack.sources import Example, Fault, Source, where
+from streampack.sources import Example, Fault, Source, parser_of, where
 
 CHECK_SECONDS = 0.1
 """While it waits, a reader looks this often whether its pass was closed."""
@@ -120,8 +120,9 @@ def read_with_retries(
     retry: Retry,
     stats: ReadStats,
     closed: Callable[[], bool] | None = None,
-) -> Iterator[Example | Fault | pa.Table]:
-    """`source.read(shard, start)`, begun again after transient errors where it had come to.
+) -> Iterator[Example | Fault | pa.Table | list[bytes]]:
+    """`source.read(shard, start)`, begun again after transient errors where it had come to; of a source with a
+    `parser_of` its `read_raw`.
 
     Args:
         stats: counts retries and waits.
@@ -130,13 +131,15 @@ def read_with_retries(
     Raises:
         Exception: the source's last error, with its own type, and a note of place, attempts and seconds.
     """
+    is_raw = parser_of(source) is not None
+    read: Any = source.read_raw if is_raw else source.read  # type: ignore[attr-defined]
     index, failures = start, _Failures(retry)
     items: Iterator[Any] | None = None
     asked = time.monotonic()
     while True:
         try:
             if items is None:
-                items = iter(source.read(shard, index))
+                items = iter(read(shard, index))
             item = next(items, _END)
         # (A StopIteration of `read` itself lands here too, and leaves this generator as a RuntimeError: no silent end.)
         except Exception as error:
@@ -151,7 +154,7 @@ def read_with_retries(
         stats.came(time.monotonic() - asked, shard)
         if item is _END:
             return
-        index += len(item) if isinstance(item, pa.Table) else 1
+        index += len(item) if isinstance(item, pa.Table) or (is_raw and isinstance(item, list)) else 1
         failures.count = 0
         yield item
         asked = time.monotonic()

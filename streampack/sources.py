@@ -84,7 +84,9 @@ class Source(Protocol):
     but must not raise; `prefetch(shard)`, called when a lane begins a shard with the one that it reads next, to fetch
     it in the background; `sizes(table)`, about how many bytes each example of a table takes, int64 [n], where it cannot
     be seen from the table; `shard_sizes()`, int64 [num_shards], for estimates from some of the shards: what their
-    tokens are about proportional to (bytes), or None.
+    tokens are about proportional to (bytes), or None. `read_raw(shard, start)` and `parse(raw)`, used where one class
+    defines them and `read`: where examples take longer to parse than to find, `read_raw` gives lists of consecutive
+    ones as `bytes`, and `parse` makes an example (or a Fault) of one, so that a process parses only its own.
     """
 
     @property
@@ -194,6 +196,13 @@ def locate(source: Source, shard: int, index: int) -> tuple[int | str, int]:
     """(shard, index) as a person knows them: a source's own `locate(shard, index)` if it has one."""
     own = getattr(source, "locate", None)
     return own(shard, index) if own else (shard, index)
+
+
+def parser_of(source: Source) -> Callable[[bytes], Example | Fault] | None:
+    """A source's `parse`, where examples are read by `read_raw`; not where the class has inherited that, and may have a
+    `read` of its own."""
+    own = {"read", "read_raw", "parse"} <= vars(type(source)).keys()
+    return source.parse if own else None  # type: ignore[attr-defined]
 
 
 def where(source: Source, shard: int, index: int, *, may_read: bool = True) -> str:

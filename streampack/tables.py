@@ -12,8 +12,9 @@ import pyarrow.compute as pc
 from streampack.order import IntArray
 from streampack.sources import Example, Fault, Source, where
 
-Chunk: TypeAlias = pa.Table | list[Example | Fault]
-"""Consecutive examples of one shard. A fault stands for one that could not be read."""
+Chunk: TypeAlias = pa.Table | list[Any]
+"""Consecutive examples of one shard, as a list of dicts; of `bytes` where they are not parsed yet. A fault stands for
+one that could not be read."""
 Hint: TypeAlias = str | Callable[[Sequence[str]], str]
 """What to do where a column is missing; it may depend on the columns that are there."""
 
@@ -216,9 +217,9 @@ def _as_array(value: Any) -> Any:
 
 
 def size_of(example: Any) -> int:
-    """About how many bytes an example takes that is a dict: its texts and lists."""
+    """About how many bytes an example takes that is a dict (its texts and lists), or not parsed yet."""
     if type(example) is not dict and not isinstance(example, Mapping):
-        return 0
+        return len(example) if isinstance(example, bytes) else 0
     size = 0
     for value in example.values():
         size += len(value) if isinstance(value, str) and value.isascii() else _size(value)

@@ -1,3 +1,4 @@
+import json
 import pickle
 from collections import Counter
 
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from streampack import reading
 from streampack.dealing import Deal
 
-from .streams import Ranks, Shards, all_examples, examples, make_stream, split_evenly, tokens_by_example
+from .streams import Ranks, Shards, all_examples, examples, fingerprints, make_stream, split_evenly, tokens_by_example
 
 
 def turns_of(deal: Deal, *, epoch: int, lane: int) -> list[tuple[int, bool]]:
@@ -249,3 +250,46 @@ def test_what_all_lanes_have_taken_is_not_kept():
     assert len(reader.chunk(1, 1)) == 44
     assert source.reads == {0: 1, 1: 1}
     reader.close()
+
+
+# ---- parsing -----------------------------------------------------------------------------------------------------
+
+
+class Lines(Shards):
+    """JSON lines in lists of 7, parsed one by one. Counts how often each is parsed."""
+
+    def __init__(self, parts):
+        super().__init__(parts)
+        self.parsed = Counter()
+
+    def read(self, shard, start):
+        raise AssertionError("read_raw is there")
+
+    def read_raw(self, shard, start):
+        lines = [json.dumps(example).encode() for example in self.parts[shard][start:]]
+        yield from (lines[first : first + 7] for first in range(0, len(lines), 7))
+
+    def parse(self, raw):
+        self.parsed[raw] += 1
+        return json.loads(raw)
+
+
+@pytest.mark.parametrize("num_shards", [1, 16, 23])
+def test_each_example_is_parsed_once_by_the_process_that_has_its_lane(num_shards):
+    parts = split_evenly(examples(320), num_shards)
+    source = Lines(parts)
+    rows = Ranks(make_stream(source), 4, 2).take(10**6)
+    assert list(source.parsed.values()) == [1] * 320
+    assert fingerprints(rows) == fingerprints(Ranks(make_stream(Shards(parts)), 4, 2).take(10**6))
+
+
+class ReadsItself(Lines):
+    def read(self, shard, start):
+        yield from self.parts[shard][start:]
+
+
+def test_a_read_of_ones_own_is_not_passed_by_for_what_is_inherited():
+    source = ReadsItself(split_evenly(examples(320), 2))
+    rows = Ranks(make_stream(source), 1, 0).take(10**6)
+    assert not source.parsed
+    assert tokens_by_example(rows) == all_examples(source, epochs=1)

@@ -96,6 +96,24 @@ def test_tables_count_as_the_examples_that_they_hold() -> None:
     assert stats.retries == 2
 
 
+def test_lists_of_what_is_not_parsed_yet_count_as_the_examples_that_they_hold() -> None:
+    class Raw(Scripted):
+        def read(self, shard: int, start: int) -> Iterator[Any]:
+            raise AssertionError("read_raw is there")
+
+        def read_raw(self, shard: int, start: int) -> Iterator[list[bytes]]:
+            for table in super().read(shard, start):
+                yield [str(n).encode() for n in table["n"].to_pylist()]
+
+        def parse(self, raw: bytes) -> Any:
+            raise AssertionError("not asked for here")
+
+    source, stats = Raw({6: [EOFError()], 9: [EOFError()]}, in_tables=True), ReadStats()
+    lists: Any = list(read_with_retries(source, 0, 0, retry=FAST, stats=stats))
+    assert lists == [[b"0", b"1", b"2"], [b"3", b"4", b"5"], [b"6", b"7", b"8"], [b"9"]]
+    assert source.starts == [0, 6, 9]
+
+
 def test_attempts_count_anew_once_an_example_has_come() -> None:
     source = Scripted({index: [TimeoutError()] * 3 for index in range(10)})
     numbers, stats = read(source, retry=FAST)
