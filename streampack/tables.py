@@ -218,8 +218,10 @@ def _as_array(value: Any) -> Any:
 
 def size_of(example: Any) -> int:
     """About how many bytes an example takes that is a dict (its texts and lists), or not parsed yet."""
+    if type(example) is bytes:
+        return len(example)
     if type(example) is not dict and not isinstance(example, Mapping):
-        return len(example) if isinstance(example, bytes) else 0
+        return 0
     size = 0
     for value in example.values():
         size += len(value) if isinstance(value, str) and value.isascii() else _size(value)
