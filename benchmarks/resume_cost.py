@@ -27,7 +27,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from data import exit_status, kept, lengths_of, parquet_of_ids, show, show_versions, snippets, tokenizer
 
-from streampack import Files, PackedDataset, PackedLoader
+from streampack import Files, PackedDataset, PackedLoader, encode
+from streampack.texts import TextTokenizer
 
 EXAMPLES = 200_000
 PLACES = (0.1, 0.5, 0.9)
@@ -35,29 +36,14 @@ LIMIT = 0.05
 IDS_BY_DATASETS = "ids, JSONL by datasets"
 
 
-class CountingTokenizer:
-    """A tokenizer that counts the texts it is given."""
+class Counted(TextTokenizer):
+    """Counts the texts that are tokenized."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.texts = 0
+    texts = 0
 
-    def __call__(self, texts: Any, **settings: Any) -> Any:
-        self.texts += len(texts) if isinstance(texts, list) else 1
-        return self.tokenizer(texts, **settings)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.tokenizer, name)
-
-    @property
-    def backend_tokenizer(self) -> "CountingTokenizer":
-        counting = CountingTokenizer(self.tokenizer.backend_tokenizer)
-        counting.encode_batch_fast = self._encode_batch_fast  # type: ignore[attr-defined]
-        return counting
-
-    def _encode_batch_fast(self, texts: list[str], **settings: Any) -> Any:
-        self.texts += len(texts)
-        return self.tokenizer.backend_tokenizer.encode_batch_fast(texts, **settings)
+    def ids(self, texts: list[str], *, specials: bool) -> list[list[int]]:
+        Counted.texts += len(texts)
+        return super().ids(texts, specials=specials)
 
 
 def ids_in_parquet() -> str:
@@ -119,20 +105,20 @@ def run(open_data: Callable[[], Any], make_tokenizer: Callable[[], Any]) -> list
 
 def resume(open_data: Callable[[], Any], make_tokenizer: Callable[[], Any], state: dict[str, Any]) -> tuple[float, int]:
     """(seconds to the first batch of a loader, examples tokenized before the first row of a dataset)"""
-    data, counting = open_data(), make_tokenizer()
+    data, of_text = open_data(), make_tokenizer()
     begin = time.perf_counter()
-    loader = PackedLoader(PackedDataset(data, counting, seq_len=4096))
+    loader = PackedLoader(PackedDataset(data, of_text, seq_len=4096))
     loader.load_state_dict(state)
     batches = iter(loader)
     next(batches)
     seconds = time.perf_counter() - begin
     batches.close()
 
-    dataset = PackedDataset(open_data(), counting, seq_len=4096)
+    dataset = PackedDataset(open_data(), of_text, seq_len=4096)
     dataset.load_state_dict(state)
-    before = getattr(counting, "texts", 0)
+    before = Counted.texts
     next(iter(dataset))
-    return seconds, getattr(counting, "texts", 0) - before
+    return seconds, Counted.texts - before
 
 
 def main() -> int:
@@ -140,7 +126,8 @@ def main() -> int:
     parquet, arrow, json_lines, texts = ids_in_parquet(), ids_in_arrow(), ids_in_jsonl(), texts_in_parquet()
     short, longer = texts_in_jsonl(3), texts_in_jsonl(15)
     plain = tokenizer()
-    of_ids, of_text = (lambda: None), (lambda: CountingTokenizer(plain))
+    encode.TextTokenizer = Counted  # type: ignore[misc]
+    of_ids, of_text = (lambda: None), (lambda: plain)
     kinds: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [
         ("ids, Parquet", lambda: stream("parquet", parquet), of_ids),
         ("ids, Arrow Dataset", lambda: datasets.Dataset.from_file(arrow), of_ids),

@@ -113,13 +113,13 @@ class Files:
             ValueError: if the file was changed or is damaged, with its name.
             OSError and the errors of its filesystem: as they come.
         """
-        for some in self.read_raw(shard, start):
+        for some in self.read_unparsed(shard, start):
             if isinstance(some, list):
-                yield from map(self.parse, some)
+                yield from map(self.parse_one, some)
             else:
                 yield some
 
-    def read_raw(self, shard: int, start: int) -> Iterator[list[bytes] | Fault | pa.Table]:
+    def read_unparsed(self, shard: int, start: int) -> Iterator[list[bytes] | Fault | pa.Table]:
         """The same with lists of lines, not parsed yet, in the place of the examples of JSONL files."""
         file, part = self._shard(shard)
         if part.rows is not None and start >= part.rows:
@@ -135,7 +135,7 @@ class Files:
                 compression = _compression(file.shown)
                 yield from lines.read_compressed(source, compression=compression, name=file.shown, start=start)
 
-    def parse(self, raw: bytes) -> Example | Fault:
+    def parse_one(self, raw: bytes) -> Example | Fault:
         """The example of a line, or what is wrong with it."""
         return lines.parse(raw, self.columns)
 

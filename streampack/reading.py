@@ -109,13 +109,18 @@ class ShardReader:
             self._thread.submit(following)
 
     def _keep(self, key: tuple[int, int], chunk: Chunk) -> "_Kept":
-        kept = self._chunks[key] = _Kept(
-            chunk, chunk.nbytes if isinstance(chunk, pa.Table) else int(sizes(chunk).sum())
-        )
+        kept = self._chunks[key] = _Kept(chunk, self._bytes_of(chunk))
         self._bytes += kept.size
         while self._bytes > self._most_bytes and len(self._chunks) > 1:
             self._bytes -= self._chunks.popitem(last=False)[1].size
         return kept
+
+    def _bytes_of(self, chunk: Chunk) -> int:
+        if isinstance(chunk, pa.Table):
+            return int(chunk.nbytes)
+        if self._parse is None:
+            return int(sizes(chunk).sum())
+        return sum(len(one) for one in chunk if type(one) is bytes)
 
     def _read(self, shard: int, number: int) -> Iterator[Chunk]:
         """Full chunks from `number` on, then the rest of the shard."""
@@ -134,7 +139,7 @@ class ShardReader:
 
     def _pieces(self, shard: int, start: int) -> Iterator[Chunk]:
         examples: list[Any] = []
-        size = 0
+        size, parse = 0, self._parse
         for item in read_with_retries(
             self.source, shard, start, retry=self.retry, stats=self.reading, closed=self._closed
         ):
@@ -145,9 +150,9 @@ class ShardReader:
                 chunk = self.select(item) if self.select else item
                 yield from (chunk[first : first + CHUNK] for first in range(0, len(chunk), CHUNK))
                 continue
-            for one in item if self._parse and isinstance(item, list) else [item]:
+            for one in item if parse is not None and isinstance(item, list) else [item]:
                 examples.append(one)
-                size += size_of(one)
+                size += len(one) if parse is not None and type(one) is bytes else size_of(one)
                 if len(examples) == CHUNK or size >= PIECE_BYTES:
                     yield examples
                     examples, size = [], 0

@@ -122,7 +122,7 @@ def read_with_retries(
     closed: Callable[[], bool] | None = None,
 ) -> Iterator[Example | Fault | pa.Table | list[bytes]]:
     """`source.read(shard, start)`, begun again after transient errors where it had come to; of a source with a
-    `parser_of` its `read_raw`.
+    `parser_of` its `read_unparsed`.
 
     Args:
         stats: counts retries and waits.
@@ -132,7 +132,7 @@ def read_with_retries(
         Exception: the source's last error, with its own type, and a note of place, attempts and seconds.
     """
     is_raw = parser_of(source) is not None
-    read: Any = source.read_raw if is_raw else source.read  # type: ignore[attr-defined]
+    read: Any = source.read_unparsed if is_raw else source.read  # type: ignore[attr-defined]
     index, failures = start, _Failures(retry)
     items: Iterator[Any] | None = None
     asked = time.monotonic()

@@ -84,9 +84,10 @@ class Source(Protocol):
     but must not raise; `prefetch(shard)`, called when a lane begins a shard with the one that it reads next, to fetch
     it in the background; `sizes(table)`, about how many bytes each example of a table takes, int64 [n], where it cannot
     be seen from the table; `shard_sizes()`, int64 [num_shards], for estimates from some of the shards: what their
-    tokens are about proportional to (bytes), or None. `read_raw(shard, start)` and `parse(raw)`, used where one class
-    defines them and `read`: where examples take longer to parse than to find, `read_raw` gives lists of consecutive
-    ones as `bytes`, and `parse` makes an example (or a Fault) of one, so that a process parses only its own.
+    tokens are about proportional to (bytes), or None. `read_unparsed(shard, start)` and `parse_one(raw)`, used where
+    one class defines them and `read`: where examples take longer to parse than to find, `read_unparsed` gives lists of
+    consecutive ones as `bytes`, and `parse_one` makes an example (or a Fault) of one, so that a process parses only its
+    own.
     """
 
     @property
@@ -199,10 +200,10 @@ def locate(source: Source, shard: int, index: int) -> tuple[int | str, int]:
 
 
 def parser_of(source: Source) -> Callable[[bytes], Example | Fault] | None:
-    """A source's `parse`, where examples are read by `read_raw`; not where the class has inherited that, and may have a
-    `read` of its own."""
-    own = {"read", "read_raw", "parse"} <= vars(type(source)).keys()
-    return source.parse if own else None  # type: ignore[attr-defined]
+    """A source's `parse_one`, where examples are read by `read_unparsed`; not where its class inherits that, or the
+    object was given another `read`, which must not be passed by."""
+    own = {"read", "read_unparsed", "parse_one"} <= vars(type(source)).keys()
+    return source.parse_one if own and "read" not in getattr(source, "__dict__", ()) else None  # type: ignore[attr-defined]
 
 
 def where(source: Source, shard: int, index: int, *, may_read: bool = True) -> str:

@@ -217,9 +217,7 @@ def _as_array(value: Any) -> Any:
 
 
 def size_of(example: Any) -> int:
-    """About how many bytes an example takes that is a dict (its texts and lists), or not parsed yet."""
-    if type(example) is bytes:
-        return len(example)
+    """About how many bytes an example takes that is a dict: its texts and lists."""
     if type(example) is not dict and not isinstance(example, Mapping):
         return 0
     size = 0

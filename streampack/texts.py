@@ -15,8 +15,7 @@ from streampack.tables import Block, Hint
 from streampack.token_ids import Encoded, show
 
 _PROBE = "Hello  WORLD,\n\tdon't 12345 été ﬁ 日本 🙂"
-_PROBED = 15
-"""Texts of the first batch by which the backend is compared with the tokenizer around it."""
+_PROBES = [_PROBE, f" {_PROBE.upper()} "]
 _T = TypeVar("_T")
 
 
@@ -36,9 +35,11 @@ class TextTokenizer:
             raise ValueError("append_eos=True, but the tokenizer has no eos_token_id; set tokenizer.eos_token")
         self.bos = getattr(tokenizer, "bos_token_id", None)
         self._specials: list[int] | None = None
-        # Whether the Rust tokenizer inside gives the ids of the Python one around it, as it does unless that one is
-        # special; it is about a sixth faster. Found out on the first batch, with and without special tokens.
+        # Whether the Rust tokenizer inside, which is about a sixth faster, gives the ids of the Python one around it,
+        # as it does for the classes of Transformers. Tried with and without special tokens, on texts that are the same
+        # in all processes, so that none decides otherwise than the others.
         self._backend_is_enough: dict[bool, bool] = {}
+        self._is_of_transformers = {_package(kind) for kind in type(tokenizer).__mro__} <= {"transformers", "builtins"}
         self._untrimmed: Any = None
 
     def ids(self, texts: list[str], *, specials: bool) -> list[list[int]]:
@@ -48,8 +49,6 @@ class TextTokenizer:
         """
         if not texts:
             return []
-        if self._has_plain_backend() and specials not in self._backend_is_enough:
-            self._probe(texts, specials)
         if self._calls_backend(specials):
             return self._ids_of_backend(texts, specials)
         return list(self._call(texts, specials)["input_ids"])
@@ -59,8 +58,6 @@ class TextTokenizer:
         quicker to be had, or `PlainEncoding`s)."""
         if not texts:
             return []
-        if self._has_plain_backend() and specials not in self._backend_is_enough:
-            self._probe(texts, specials)
         if self._calls_backend(specials):
             return self._by_bytes(texts) if not specials and self._byte_lengths else self._by_places(texts, specials)
         if getattr(self.tokenizer, "is_fast", False) and not _trimming(self.tokenizer.backend_tokenizer)[1]:
@@ -93,18 +90,16 @@ class TextTokenizer:
     def _tokenize(self, text: str) -> list[int]:
         return self.ids([text], specials=False)[0]
 
-    def _has_plain_backend(self) -> bool:
-        backend: Any = getattr(self.tokenizer, "backend_tokenizer", None)
-        return hasattr(backend, "encode_batch_fast") and backend.truncation is None and backend.padding is None
-
     def _calls_backend(self, specials: bool) -> bool:
-        return self._has_plain_backend() and self._backend_is_enough[specials]
-
-    def _probe(self, texts: list[str], specials: bool) -> None:
-        """Find out whether the backend gives the ids of the Python tokenizer, by a few texts: both take their time."""
-        few = [_PROBE, *texts[:_PROBED]]
-        called = list(self._call(few, specials)["input_ids"])
-        self._backend_is_enough[specials] = called == self._ids_of_backend(few, specials)
+        backend: Any = getattr(self.tokenizer, "backend_tokenizer", None)
+        if not self._is_of_transformers or not hasattr(backend, "encode_batch_fast"):
+            return False
+        if backend.truncation is not None or backend.padding is not None:
+            return False
+        if specials not in self._backend_is_enough:
+            called = list(self._call(_PROBES, specials)["input_ids"])
+            self._backend_is_enough[specials] = called == self._ids_of_backend(_PROBES, specials)
+        return self._backend_is_enough[specials]
 
     def _ids_of_backend(self, texts: list[str], specials: bool) -> list[list[int]]:
         found = self.tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=specials)
@@ -185,6 +180,10 @@ def for_texts(
     return [text if isinstance(text, Fault) else next(found) for text in texts]
 
 
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
 def _added(ids: list[int], own: list[int]) -> list[int]:
     """1 for ids that the tokenizer added around those of the text itself, 0 for these."""
     for before in range(len(ids) - len(own) + 1):
@@ -247,13 +246,13 @@ def _vocabulary(tokenizer: Any) -> _Vocabulary:
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if hasattr(backend, "id_to_token"):  # each way takes about half of the time of the next one
         size, token_of = backend.get_vocab_size(), backend.id_to_token
-        lines = _lines_of_model(backend.model)
+        lines, some = _lines_of_model(getattr(backend, "model", None)), list(map(token_of, _some(size)))
         added = list(map(token_of, range(lines.count("\n") + 1, size)))
-        if lines and None not in added:
-            return _Vocabulary("\n".join([lines, *added]), size, list(map(token_of, _some(size))), [size - 1])
+        if lines and None not in [*some, *added, token_of(size - 1)]:
+            return _Vocabulary("\n".join([lines, *added]), size, some, [size - 1])
         tokens = list(map(token_of, range(size)))
         if tokens and None not in tokens:
-            return _Vocabulary("\n".join(tokens), size, [tokens[n] for n in _some(size)], [size - 1])
+            return _Vocabulary("\n".join(tokens), size, some, [size - 1])
     ids = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
     tokens = sorted(ids, key=ids.__getitem__)
     last = sorted(ids.values())[-1:]
@@ -267,8 +266,10 @@ def _some(size: int) -> range:
 def _lines_of_model(model: Any) -> str:
     """The tokens of a model by one call, each on a line; nothing where they hold spaces or line ends, or where its ids
     are not 0, 1, 2, ..."""
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer, models
 
+    if not isinstance(model, models.Model):
+        return ""
     bare = Tokenizer(model)  # without a decoder, which would change them
     size = bare.get_vocab_size()
     spaced: str = bare.decode(range(size), skip_special_tokens=False)

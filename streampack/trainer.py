@@ -158,7 +158,7 @@ class PackedTrainerMixin(_Base):  # type: ignore[misc]
 
     # ---- training ------------------------------------------------------------------------------------------------
 
-    def train(self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None) -> Any:
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **others: Any) -> Any:
         """Train, see `Trainer.train`; with `resume_from_checkpoint=True` from the newest checkpoint that is whole.
 
         Raises:
@@ -171,9 +171,7 @@ class PackedTrainerMixin(_Base):  # type: ignore[misc]
                     f"resume_from_checkpoint=True: {self.args.output_dir} has no checkpoint that is whole; leave it "
                     "out to begin"
                 )
-        return super().train(
-            resume_from_checkpoint=resume_from_checkpoint, trial=trial, ignore_keys_for_eval=ignore_keys_for_eval
-        )
+        return super().train(resume_from_checkpoint, *args, **others)
 
     def _inner_training_loop(
         self,

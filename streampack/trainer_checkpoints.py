@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 from transformers.trainer import TRAINER_STATE_NAME
@@ -19,9 +20,9 @@ def newest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
     takes for the newest one. The Trainer writes trainer_state.json last: where that can be read, the rest is there.
     """
     found = {
-        int(number): str(folder)
+        int(name[1]): str(folder)
         for folder in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-        if (number := folder.name.rpartition("-")[2]).isdecimal() and _is_whole(folder)
+        if (name := re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", folder.name)) and _is_whole(folder)
     }
     return found[max(found)] if found else None
 
@@ -55,6 +56,6 @@ def load_stream_of(folder: str, loader: PackedLoader) -> None:
 def _is_whole(folder: Path) -> bool:
     try:
         json.loads((folder / TRAINER_STATE_NAME).read_bytes())
-    except (FileNotFoundError, ValueError):  # not written yet; not to its end
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # not written yet; no checkpoint; not to its end
         return False
     return True

@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack import reading
+from streampack.blocks import BlockReader
 from streampack.dealing import Deal
+from streampack.tables import Position
 
 from .streams import Ranks, Shards, all_examples, examples, fingerprints, make_stream, split_evenly, tokens_by_example
 
@@ -263,13 +265,13 @@ class Lines(Shards):
         self.parsed = Counter()
 
     def read(self, shard, start):
-        raise AssertionError("read_raw is there")
+        raise AssertionError("read_unparsed is there")
 
-    def read_raw(self, shard, start):
+    def read_unparsed(self, shard, start):
         lines = [json.dumps(example).encode() for example in self.parts[shard][start:]]
         yield from (lines[first : first + 7] for first in range(0, len(lines), 7))
 
-    def parse(self, raw):
+    def parse_one(self, raw):
         self.parsed[raw] += 1
         return json.loads(raw)
 
@@ -281,6 +283,31 @@ def test_each_example_is_parsed_once_by_the_process_that_has_its_lane(num_shards
     rows = Ranks(make_stream(source), 4, 2).take(10**6)
     assert list(source.parsed.values()) == [1] * 320
     assert fingerprints(rows) == fingerprints(Ranks(make_stream(Shards(parts)), 4, 2).take(10**6))
+
+
+def test_a_read_that_an_object_was_given_is_not_passed_by():
+    source = Lines(split_evenly(examples(320), 2))
+    source.read = Shards(source.parts).read
+    rows = Ranks(make_stream(source), 1, 0).take(10**6)
+    assert not source.parsed
+    assert tokens_by_example(rows) == all_examples(source, epochs=1)
+
+
+class OfBytes:
+    """Examples that are 40,000 bytes each, for a transform: 209 of them would fill a block if their size counted."""
+
+    name, num_shards = "bytes", 1
+
+    def read(self, shard, start):
+        yield from (bytes([index % 256, index // 256]) * 20_000 for index in range(start, 600))
+
+
+def test_bytes_of_a_source_of_ones_own_have_no_size_that_ends_blocks():
+    reader = reading.ShardReader(OfBytes(), lanes=1, select=None)
+    deal = deal_of(num_shards=1, lanes=1, shuffle=False)
+    blocks = BlockReader(reader, deal, lane=0, size=1000).epoch(Position(0, 0, 0, 0))
+    assert [len(block) for block in blocks] == [600]
+    reader.close()
 
 
 class ReadsItself(Lines):

@@ -766,6 +766,22 @@ def test_a_vocabulary_with_holes_is_named_by_its_tokens_in_the_order_of_their_id
     assert named != fingerprint(tokenizer_of(a=3, b=8))
 
 
+class Rewriting(PreTrainedTokenizerFast):
+    """A tokenizer of one's own, which does something before the Rust one is called: d is a."""
+
+    def __call__(self, text, **settings):
+        texts = text.replace("d", "a") if isinstance(text, str) else [one.replace("d", "a") for one in text]
+        return super().__call__(texts, **settings)
+
+
+def test_what_a_tokenizer_class_of_ones_own_does_is_done_to_each_text():
+    tokenizer = Rewriting(tokenizer_object=word_tokenizer().backend_tokenizer, unk_token="<unk>", eos_token="</s>")
+    encoder = encoder_of(tokenizer)
+    for texts, expected in ((["a b c"] * 20 + ["d"], [[3, 4, 5, 2]] * 20 + [[3, 2]]), (["d d"], [[3, 3, 2]])):
+        found = encoder.encode(block_of([{"text": text} for text in texts]), list(range(len(texts))))
+        assert [one.tolist() for one in found] == expected
+
+
 class OnlyPython:
     """A tokenizer whose vocabulary can only be had as a dict."""
 
@@ -784,6 +800,10 @@ def with_tokens(*tokens, added=()):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
 
 
+def with_ids(vocabulary):
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, "u")), unk_token="u")
+
+
 @pytest.mark.parametrize(
     "tokenizer",
     [
@@ -794,8 +814,11 @@ def with_tokens(*tokens, added=()):
         with_tokens("a", "a\nb", "b", added=["<new>"]),
         with_tokens("a", "", "b"),
         with_tokens(),
+        with_ids({"u": 0, "a b": 1, "c": 3}),
+        with_ids({"u": 0, "a b": 1, "c": 3, "d": 4}),
+        with_ids({"u": 0, "c": 3, "a": 2}),
     ],
-    ids=["words", "bytes", "added", "spaces", "lines", "empty", "one"],
+    ids=["words", "bytes", "added", "spaces", "lines", "empty", "one", "hole", "hidden hole", "plain hole"],
 )
 def test_the_fingerprint_does_not_depend_on_how_the_vocabulary_was_had(tokenizer):
     assert fingerprint(tokenizer) == fingerprint(OnlyPython(tokenizer))

@@ -99,13 +99,13 @@ def test_tables_count_as_the_examples_that_they_hold() -> None:
 def test_lists_of_what_is_not_parsed_yet_count_as_the_examples_that_they_hold() -> None:
     class Raw(Scripted):
         def read(self, shard: int, start: int) -> Iterator[Any]:
-            raise AssertionError("read_raw is there")
+            raise AssertionError("read_unparsed is there")
 
-        def read_raw(self, shard: int, start: int) -> Iterator[list[bytes]]:
+        def read_unparsed(self, shard: int, start: int) -> Iterator[list[bytes]]:
             for table in super().read(shard, start):
                 yield [str(n).encode() for n in table["n"].to_pylist()]
 
-        def parse(self, raw: bytes) -> Any:
+        def parse_one(self, raw: bytes) -> Any:
             raise AssertionError("not asked for here")
 
     source, stats = Raw({6: [EOFError()], 9: [EOFError()]}, in_tables=True), ReadStats()

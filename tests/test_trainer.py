@@ -167,6 +167,31 @@ def test_a_checkpoint_that_is_written_again_is_not_whole_until_it_is(
         trainer(packed(), args).train(resume_from_checkpoint=True)
 
 
+def test_other_names_are_no_checkpoints(tmp_path: Path) -> None:
+    for name in ("checkpoint-7", "checkpoint-old-500", "checkpoint-12b", "other-9"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "trainer_state.json").write_text("{}")
+    (tmp_path / "checkpoint-99").write_text("a file")
+    assert newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-7")
+    assert newest_checkpoint(tmp_path / "missing") is None
+
+
+def test_trainers_with_a_train_of_their_own_are_called_as_they_want_to_be(tmp_path: Path) -> None:
+    class Theirs(Trainer):
+        def train(self, resume_from_checkpoint: Any = None, tag: str = "") -> Any:
+            return resume_from_checkpoint, tag
+
+    class Mine(PackedTrainerMixin, Theirs):
+        pass
+
+    mine = Mine(model=tiny_model(), args=arguments(tmp_path), train_dataset=packed())
+    assert mine.train() == (None, "")
+    assert mine.train("folder", tag="x") == ("folder", "x")
+    (tmp_path / "checkpoint-7").mkdir()
+    (tmp_path / "checkpoint-7" / "trainer_state.json").write_text("{}")
+    assert mine.train(resume_from_checkpoint=True) == (str(tmp_path / "checkpoint-7"), "")
+
+
 def passes_of(dataset: PackedDataset, count: int) -> list[list[list[int]]]:
     loader = PackedLoader(dataset, 1)
     return [rows_of(loader) for _ in range(count)]
