@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from streampack.dealing import Deal
 from streampack.lane_state import COUNTS, LaneState
 from streampack.packing import UNPACKED
@@ -29,7 +31,7 @@ class LanePlace:
     """Of that shard, where the block begins in which the oldest waiting example is: the number of an example, or,
     where the shard is dealt to all lanes example by example, of a group of them."""
     waiting: int
-    """Examples that were read and are not out yet."""
+    """Examples that were read and are not out yet, or not with all of their tokens."""
     taken: int
     """Examples taken from the source since the pass began."""
     rows: int
@@ -54,7 +56,7 @@ class StateDescription:
     world_size: int
     worker: tuple[int, int]
     share: float | None
-    """Of the present epoch, the mean of the lanes; None: not known without the source."""
+    """Of the present epoch, about: the mean of the lanes of which it is known; None: not known without the source."""
     lanes_begun: int
     places: list[LanePlace]
     """Lane by lane, and of a mixture source by source."""
@@ -114,10 +116,10 @@ def describe_state(state: Mapping[str, Any]) -> StateDescription:
     places = [place for number, lane in sorted(lanes.items()) for place in _places(stream, number, lane)]
     totals = _totals(state, lanes)
     cells = totals["rows"] * stream["seq_len"] if stream["packing"] not in UNPACKED else None
-    shares = [place.share for place in places]
-    known = [share for share in shares if share is not None]
+    known = [place.share for place in places if place.share is not None]
     begun = len(lanes)
-    share = sum(known) / len(known) * begun / stream["lanes"] if known and len(known) == len(shares) else None
+    is_known = len(known) == len(places) if "weights" in stream else bool(known)
+    share = sum(known) / len(known) * begun / stream["lanes"] if is_known and known else None
     return StateDescription(
         version=state["version"],
         stream=stream,
@@ -145,7 +147,7 @@ def _places(stream: Mapping[str, Any], number: int, lane: LaneState) -> list[Lan
             lane=number,
             source=name,
             epoch=feed.position.epoch,
-            share=1.0 if lane.done else _share(stream, lane, place) if name is None else None,
+            share=1.0 if lane.done else _share(stream, number, lane) if name is None else None,
             shard=_shard(stream, number, lane) if name is None else None,
             index=feed.position.index,
             waiting=feed.waiting.count(1),
@@ -157,21 +159,32 @@ def _places(stream: Mapping[str, Any], number: int, lane: LaneState) -> list[Lan
     ]
 
 
-def _share(stream: Mapping[str, Any], lane: LaneState, place: int) -> float | None:
-    """By the size of the epoch before, else by whole shards; of a single shard nothing is known."""
-    feed = lane.feeds[place]
+def _share(stream: Mapping[str, Any], number: int, lane: LaneState) -> float | None:
+    """By the size of the epoch before; in the first one as if the shards to come were as long as those that were read,
+    of which the lane has all examples, or one of so many lanes. Before a shard was read nothing is known."""
+    feed = lane.feeds[0]
     _epoch, first, size = feed.epoch
-    if size:
-        return min(1.0, (feed.head[0] - first - feed.waiting.count(1)) / size)
-    whole, dealt = divmod(stream["num_shards"], stream["lanes"])
-    return feed.position.turn / (whole + dealt) if whole + dealt > 1 else None
+    out = feed.head[0] - first - feed.waiting.count(1)
+    if not size:
+        _, is_dealt = _deal(stream).turns(epoch=feed.position.epoch, lane=number)
+        parts = np.where(is_dealt, 1 / stream["lanes"], 1.0)
+        read = feed.first - first - feed.position.index
+        passed = parts[: feed.position.turn].sum()
+        if read <= 0 or not passed:
+            return None
+        size = read / passed * parts.sum()
+    return float(min(1.0, out / size))
 
 
 def _shard(stream: Mapping[str, Any], number: int, lane: LaneState) -> int | None:
-    deal = Deal(num_shards=stream["num_shards"], lanes=stream["lanes"], seed=stream["seed"], shuffle=stream["shuffle"])
     position = lane.feeds[0].position
-    shards, _ = deal.turns(epoch=position.epoch, lane=number)
+    shards, _ = _deal(stream).turns(epoch=position.epoch, lane=number)
     return int(shards[position.turn]) if position.turn < len(shards) else None
+
+
+def _deal(stream: Mapping[str, Any]) -> Deal:
+    settings = {key: stream[key] for key in ("num_shards", "lanes", "seed", "shuffle")}
+    return Deal(**settings)
 
 
 def _totals(state: Mapping[str, Any], lanes: Mapping[int, LaneState]) -> dict[str, int]:

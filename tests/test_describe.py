@@ -45,11 +45,26 @@ def test_a_description_says_where_the_stream_is_and_what_it_gave():
     assert said.totals == {name: stats[name] for name in said.totals}
     assert said.fill == stats["fill"]
     assert [(place.lane, place.epoch, place.rows) for place in said.places] == [(lane, 0, 5) for lane in range(4)]
-    assert said.share == sum(place.share for place in said.places) / 4
-    assert abs(said.share - stats["epoch"]) < 0.01
     taken = [place.taken for place in said.places]
     assert sum(taken) == stats["examples"]
     assert json.loads(json.dumps(said.as_dict()))["rows"] == 20
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_the_share_of_the_first_epoch_is_not_known_until_a_shard_is_read_and_then_about_right(shuffle):
+    source = Shards(split_evenly(examples(3000), 61))  # 15 for each lane, and one that is dealt to all
+    source.num_examples = 3000
+    found = []
+    for batches in (4, 30, 120, 240):
+        loader = loader_after(batches, source=source, shuffle=shuffle)
+        said = describe_state(loader.state_dict())
+        found.append((said.share, loader.stats["epoch"]))
+        known = [place.share for place in said.places if place.share is not None]
+        assert said.share == (sum(known) / len(known) if known else None)
+    assert found[0][0] is None
+    assert 0.01 < found[0][1] < 0.02
+    for said, epoch in found[1:]:
+        assert said == pytest.approx(epoch, rel=0.1)
 
 
 def test_the_places_of_the_lanes_are_where_a_resume_reads():
