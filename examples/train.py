@@ -301,7 +301,8 @@ def train(args: argparse.Namespace, loader: streampack.PackedLoader, model: Any,
             if stopping:
                 break
     if RANK == 0:
-        print(f"{bar.n} of {args.steps} steps done and saved (--resume goes on), {speed:,.0f} tokens/s")
+        left = "--resume goes on" if bar.n < args.steps else "--resume with more --steps goes on"
+        print(f"{bar.n} of {args.steps} steps done and saved ({left}), {speed:,.0f} tokens/s")
 
 
 def report(args: argparse.Namespace) -> None:

@@ -51,6 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+_IN_FLAGS = {
+    "pass a tokenizer": "pass --tokenizer",
+    "leave the tokenizer out": "leave --tokenizer out",
+    "examples=None": "--all",
+}
+
+
 def _as_flags(text: str) -> str:
     """A message of the library in the words of the command line: seq_len=... is --seq-len ... here."""
     flags = {**SETTING_FLAGS, "saved_after": "--saved-after"}
@@ -58,7 +65,9 @@ def _as_flags(text: str) -> str:
     flagged = re.sub(
         rf"(\b(?:pass |choose |use |or )|\()({names})=", lambda found: found[1] + flags[found[2]] + " ", text
     )
-    return flagged.replace("pass a tokenizer", "pass --tokenizer").replace("examples=None", "--all")
+    for said, meant in _IN_FLAGS.items():
+        flagged = flagged.replace(said, meant)
+    return flagged
 
 
 def _write_warning(message: Warning | str) -> None:

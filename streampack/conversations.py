@@ -66,6 +66,8 @@ class Prompted:
 
 def hint_of(format: Format, names: Sequence[str]) -> str:
     """What to do where the columns of a format are missing: pass another format, if its columns are there."""
+    if "input_ids" in names:
+        return "the examples have token ids: leave the tokenizer out"
     others = [other for other, columns in COLUMNS.items() if other != format and {*columns} <= {*names}]
     if others:
         return f"pass format={others[0]!r}" + (", or text_column='...'" if format == "text" else "")

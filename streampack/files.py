@@ -231,7 +231,7 @@ def _kind_of(file: File, given: FormatName | None) -> tuple[FormatName, str]:
     if kind is None or (compression and kind != "jsonl"):
         raise ValueError(
             f"{file.shown}: its ending is not one of {', '.join(_ENDINGS)} (the first three also with "
-            f"{', '.join(lines.COMPRESSIONS)} behind); pass files that are, or format='jsonl', 'parquet' or 'arrow'"
+            f"{', '.join(lines.COMPRESSIONS)} behind); pass files that are, or Files(..., format='jsonl')"
         )
     lines.require(compression, file.shown)
     return kind, compression

@@ -431,6 +431,9 @@ ERRORS = {
     "report functions.jsonl --seq-len 64": (
         r"source .* no column 'input_ids' \(there are: file, text\); pass --tokenizer for examples of text"
     ),
+    "report ids.jsonl --tokenizer tokenizer --seq-len 64": (
+        r"source .* no column 'text' \(there are: input_ids\); the examples have token ids: leave --tokenizer out"
+    ),
     "report functions.jsonl --tokenizer nowhere --seq-len 64": (
         r"no tokenizer 'nowhere', neither a folder here nor on the Hub: .*"
     ),

@@ -356,6 +356,7 @@ def test_nulls_that_arrow_fills_in_are_as_if_they_were_not_there() -> None:
             "no column 'text' (there are: messages); pass format='messages', or text_column='...'",
         ),
         ({"prompt": "p", "completion": "q"}, "text", "pass format='prompt_completion', or text_column='...'"),
+        ({"input_ids": [1, 2]}, "text", "the examples have token ids: leave the tokenizer out"),
         (
             {"conversations": [{"from": "human", "value": "p"}]},
             "messages",
