@@ -1,7 +1,12 @@
-"""Arguments: the checks that many of them need, with one text each."""
+"""Arguments: where they come from, and the checks that many of them need, with one text each."""
 
 from collections.abc import Mapping
 from typing import Any
+
+
+def packages_of(value: object) -> set[str]:
+    """The packages that a value's class and the bases of it come from: nothing has to be imported to know."""
+    return {kind.__module__.partition(".")[0] for kind in type(value).__mro__}
 
 
 def check_numbers(numbers: Mapping[str, tuple[int | None, int]]) -> None:

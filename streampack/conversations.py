@@ -66,11 +66,11 @@ class Prompted:
 
 def hint_of(format: Format, names: Sequence[str]) -> str:
     """What to do where the columns of a format are missing: pass another format, if its columns are there."""
-    if "input_ids" in names:
-        return "the examples have token ids: leave the tokenizer out"
     others = [other for other, columns in COLUMNS.items() if other != format and {*columns} <= {*names}]
     if others:
         return f"pass format={others[0]!r}" + (", or text_column='...'" if format == "text" else "")
+    if "input_ids" in names:
+        return "the examples have token ids: leave the tokenizer out"
     if format == "text":
         return "pass text_column='...'"
     return f"format={format!r} needs {' and '.join(map(repr, COLUMNS[format]))}; rename yours with transform="

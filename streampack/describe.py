@@ -1,13 +1,13 @@
 """Describe: what a saved state says, for people: where the stream was, what it had given, what it would refuse."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from streampack.dealing import Deal
-from streampack.lane_state import COUNTS, LaneState
+from streampack.lane_state import COUNTS, FeedState, LaneState
 from streampack.packing import UNPACKED
 from streampack.state import StateError, check, check_is_state
 
@@ -113,13 +113,16 @@ def describe_state(state: Mapping[str, Any]) -> StateDescription:
             f"the state has no {missing[0]!r} of its stream: it is damaged; pass what state_dict() returned"
         )
     lanes = {int(lane): LaneState.from_json(text) for lane, text in state["lanes"].items()}
-    places = [place for number, lane in sorted(lanes.items()) for place in _places(stream, number, lane)]
+    # One for all lanes: it keeps the order that they share.
+    deal = Deal(num_shards=stream["num_shards"], lanes=stream["lanes"], seed=stream["seed"], shuffle=stream["shuffle"])
+    names = list(stream.get("weights", [None]))
+    places = [place for number, lane in sorted(lanes.items()) for place in _places(deal, names, number, lane)]
     totals = _totals(state, lanes)
     cells = totals["rows"] * stream["seq_len"] if stream["packing"] not in UNPACKED else None
     known = [place.share for place in places if place.share is not None]
     begun = len(lanes)
-    is_known = len(known) == len(places) if "weights" in stream else bool(known)
-    share = sum(known) / len(known) * begun / stream["lanes"] if is_known and known else None
+    is_known = len(known) >= (len(places) if "weights" in stream else 1)
+    share = sum(known) / len(known) * begun / stream["lanes"] if known and is_known else None
     return StateDescription(
         version=state["version"],
         stream=stream,
@@ -140,34 +143,33 @@ def describe_state(state: Mapping[str, Any]) -> StateDescription:
     )
 
 
-def _places(stream: Mapping[str, Any], number: int, lane: LaneState) -> list[LanePlace]:
-    names = list(stream.get("weights", {})) or [None]
+def _places(deal: Deal, names: Sequence[str | None], number: int, lane: LaneState) -> list[LanePlace]:
+    """names: of the sources of a mixture; [None] of a single one."""
     return [
         LanePlace(
             lane=number,
             source=name,
             epoch=feed.position.epoch,
-            share=1.0 if lane.done else _share(stream, number, lane) if name is None else None,
-            shard=_shard(stream, number, lane) if name is None else None,
+            share=1.0 if lane.done else _share(deal, number, feed) if name is None else None,
+            shard=_shard(deal, number, feed) if name is None else None,
             index=feed.position.index,
             waiting=feed.waiting.count(1),
             taken=feed.first + len(feed.waiting),
             rows=lane.counts[0],
             done=lane.done,
         )
-        for place, (name, feed) in enumerate(zip(names, lane.feeds, strict=True))
+        for name, feed in zip(names, lane.feeds, strict=True)
     ]
 
 
-def _share(stream: Mapping[str, Any], number: int, lane: LaneState) -> float | None:
+def _share(deal: Deal, lane: int, feed: FeedState) -> float | None:
     """By the size of the epoch before; in the first one as if the shards to come were as long as those that were read,
     of which the lane has all examples, or one of so many lanes. Before a shard was read nothing is known."""
-    feed = lane.feeds[0]
     _epoch, first, size = feed.epoch
     out = feed.head[0] - first - feed.waiting.count(1)
     if not size:
-        _, is_dealt = _deal(stream).turns(epoch=feed.position.epoch, lane=number)
-        parts = np.where(is_dealt, 1 / stream["lanes"], 1.0)
+        _, is_dealt = deal.turns(epoch=feed.position.epoch, lane=lane)
+        parts = np.where(is_dealt, 1 / deal.lanes, 1.0)
         read = feed.first - first - feed.position.index
         passed = parts[: feed.position.turn].sum()
         if read <= 0 or not passed:
@@ -176,15 +178,10 @@ def _share(stream: Mapping[str, Any], number: int, lane: LaneState) -> float | N
     return float(min(1.0, out / size))
 
 
-def _shard(stream: Mapping[str, Any], number: int, lane: LaneState) -> int | None:
-    position = lane.feeds[0].position
-    shards, _ = _deal(stream).turns(epoch=position.epoch, lane=number)
-    return int(shards[position.turn]) if position.turn < len(shards) else None
-
-
-def _deal(stream: Mapping[str, Any]) -> Deal:
-    settings = {key: stream[key] for key in ("num_shards", "lanes", "seed", "shuffle")}
-    return Deal(**settings)
+def _shard(deal: Deal, lane: int, feed: FeedState) -> int | None:
+    shards, _ = deal.turns(epoch=feed.position.epoch, lane=lane)
+    turn = feed.position.turn
+    return int(shards[turn]) if turn < len(shards) else None
 
 
 def _totals(state: Mapping[str, Any], lanes: Mapping[int, LaneState]) -> dict[str, int]:

@@ -11,7 +11,7 @@ import itertools
 import json
 import lzma
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 from streampack.sources import Example, Fault
@@ -32,10 +32,7 @@ _decode = json.JSONDecoder().decode
 
 def read_range(source: Opened, *, begin: int, end: int, start: int) -> Iterator[list[bytes]]:
     """The lines `start`, `start + 1`, ... of those that begin in the bytes begin .. end - 1, for `parse`."""
-    for lines in map(_not_blank, (piece for _, piece in line_pieces(source, begin=begin, end=end))):
-        if start < len(lines):
-            yield lines[start:]
-        start = max(0, start - len(lines))
+    yield from _lines((piece for _, piece in line_pieces(source, begin=begin, end=end)), start)
 
 
 def read_compressed(source: Opened, *, compression: str, name: str, start: int) -> Iterator[list[bytes] | Fault]:
@@ -46,12 +43,8 @@ def read_compressed(source: Opened, *, compression: str, name: str, start: int) 
         ValueError: where the compressed data is damaged.
     """
     stream = _Decompressed(source, compression, name)
-    left = start
-    for lines in map(_not_blank, stream):
-        if left < len(lines):
-            yield lines[left:]
-        left = max(0, left - len(lines))
-    if stream.cut_short and not left:
+    missing = yield from _lines(stream, start)
+    if stream.cut_short and not missing:
         yield Fault("cut_short", f"the {compression} file ends early: what came after its {source.size} bytes is lost")
 
 
@@ -160,9 +153,15 @@ def _without_mark(place: int, piece: bytes) -> tuple[int, bytes]:
     return (len(_MARK), piece[len(_MARK) :]) if place == 0 and piece.startswith(_MARK) else (place, piece)
 
 
-def _not_blank(piece: bytes) -> list[bytes]:
-    """The lines of a piece. (No Python code runs for each.)"""
-    return list(itertools.filterfalse(bytes.isspace, io.BytesIO(piece)))
+def _lines(pieces: Iterable[bytes], start: int) -> Generator[list[bytes], None, int]:
+    """The lines that are not blank, from number `start` on; returns by how many fewer than `start` there are. (No
+    Python code runs for each.)"""
+    for piece in pieces:
+        lines = list(itertools.filterfalse(bytes.isspace, io.BytesIO(piece)))
+        if start < len(lines):
+            yield lines[start:]
+        start = max(0, start - len(lines))
+    return start
 
 
 def _what_is_wrong(line: bytes, error: Exception) -> str:

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from streampack.retry import ReadStats, Retry, read_with_retries
 from streampack.sources import Source, parser_of
-from streampack.tables import Chunk, concatenate, size_of, sizes
+from streampack.tables import Chunk, concatenate, size_of
 
 CHUNK = 256
 PIECE_BYTES = 1 << 20
@@ -109,18 +109,15 @@ class ShardReader:
             self._thread.submit(following)
 
     def _keep(self, key: tuple[int, int], chunk: Chunk) -> "_Kept":
-        kept = self._chunks[key] = _Kept(chunk, self._bytes_of(chunk))
+        size = int(chunk.nbytes) if isinstance(chunk, pa.Table) else sum(map(self._size_of, chunk))
+        kept = self._chunks[key] = _Kept(chunk, size)
         self._bytes += kept.size
         while self._bytes > self._most_bytes and len(self._chunks) > 1:
             self._bytes -= self._chunks.popitem(last=False)[1].size
         return kept
 
-    def _bytes_of(self, chunk: Chunk) -> int:
-        if isinstance(chunk, pa.Table):
-            return int(chunk.nbytes)
-        if self._parse is None:
-            return int(sizes(chunk).sum())
-        return sum(len(one) for one in chunk if type(one) is bytes)
+    def _size_of(self, one: Any) -> int:
+        return len(one) if self._parse is not None and type(one) is bytes else size_of(one)
 
     def _read(self, shard: int, number: int) -> Iterator[Chunk]:
         """Full chunks from `number` on, then the rest of the shard."""
@@ -139,7 +136,7 @@ class ShardReader:
 
     def _pieces(self, shard: int, start: int) -> Iterator[Chunk]:
         examples: list[Any] = []
-        size, parse = 0, self._parse
+        size = 0
         for item in read_with_retries(
             self.source, shard, start, retry=self.retry, stats=self.reading, closed=self._closed
         ):
@@ -150,9 +147,9 @@ class ShardReader:
                 chunk = self.select(item) if self.select else item
                 yield from (chunk[first : first + CHUNK] for first in range(0, len(chunk), CHUNK))
                 continue
-            for one in item if parse is not None and isinstance(item, list) else [item]:
+            for one in item if self._parse is not None and isinstance(item, list) else [item]:
                 examples.append(one)
-                size += len(one) if parse is not None and type(one) is bytes else size_of(one)
+                size += self._size_of(one)
                 if len(examples) == CHUNK or size >= PIECE_BYTES:
                     yield examples
                     examples, size = [], 0

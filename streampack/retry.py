@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
+from streampack.arguments import packages_of
 from streampack.sources import Example, Fault, Source, parser_of, where
 
 CHECK_SECONDS = 0.1
@@ -250,10 +251,6 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         one = one.__cause__
 
 
-def _packages(error: BaseException) -> set[str]:
-    return {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
-
-
 def _is_local(error: OSError) -> bool:
     """A file, a right or a place that is missing here. Hubs and fsspec raise the same types without a number (or with
     a URL) for outages."""
@@ -263,7 +260,7 @@ def _is_local(error: OSError) -> bool:
 def _is_of_bad_bytes(error: BaseException) -> bool:
     if isinstance(error, pa.ArrowInvalid | JSONDecodeError | UnicodeDecodeError | BadGzipFile):
         return True
-    return bool(_packages(error) & _CODECS) or (type(error) is OSError and bool(_BAD_BYTES.search(str(error))))
+    return bool(packages_of(error) & _CODECS) or (type(error) is OSError and bool(_BAD_BYTES.search(str(error))))
 
 
 def _is_of_network(error: BaseException) -> bool:
@@ -273,7 +270,7 @@ def _is_of_network(error: BaseException) -> bool:
     if isinstance(error, OSError | EOFError | http.client.HTTPException):
         return True
     # Before Python 3.11 the TimeoutErrors of asyncio and of futures are no OSErrors.
-    return type(error).__name__ == "TimeoutError" or bool(_packages(error) & _NETWORK)
+    return type(error).__name__ == "TimeoutError" or bool(packages_of(error) & _NETWORK)
 
 
 def _status(error: BaseException) -> int | None:

@@ -24,6 +24,8 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkab
 
 import pyarrow as pa
 
+from streampack.arguments import packages_of
+
 Example = Mapping[str, Any]
 
 FaultReason = Literal[
@@ -158,7 +160,7 @@ def as_source(data: Any, *, lanes: int, name: str | None = None) -> Source:
     Raises:
         TypeError: for anything else, with what to do about it.
     """
-    if any(kind.__module__.partition(".")[0] == "datasets" for kind in type(data).__mro__):
+    if "datasets" in packages_of(data):
         from streampack.huggingface import as_huggingface_source
 
         return as_huggingface_source(data, lanes=lanes, name=name)

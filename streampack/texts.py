@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from streampack.arguments import packages_of
 from streampack.byte_level import ByteLengths
 from streampack.sources import Fault, FaultReason
 from streampack.spans import Mask, PlainEncoding
@@ -39,7 +40,7 @@ class TextTokenizer:
         # as it does for the classes of Transformers. Tried with and without special tokens, on texts that are the same
         # in all processes, so that none decides otherwise than the others.
         self._backend_is_enough: dict[bool, bool] = {}
-        self._is_of_transformers = {_package(kind) for kind in type(tokenizer).__mro__} <= {"transformers", "builtins"}
+        self._is_of_transformers = packages_of(tokenizer) <= {"transformers", "builtins"}
         self._untrimmed: Any = None
 
     def ids(self, texts: list[str], *, specials: bool) -> list[list[int]]:
@@ -178,10 +179,6 @@ def for_texts(
             raise
         found = iter(call(good))
     return [text if isinstance(text, Fault) else next(found) for text in texts]
-
-
-def _package(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
 
 
 def _added(ids: list[int], own: list[int]) -> list[int]:

@@ -39,9 +39,9 @@ class PackedTrainerMixin(_Base):  # type: ignore[misc]
 
     Each checkpoint folder gets a `stream.json`, as of the steps that were trained; `resume_from_checkpoint=` goes on
     with the next row, on any number of processes and with any batch size; True stands for the newest checkpoint that
-    is whole, see `newest_checkpoint`. Logs hold the totals of all processes since
-    the stream began: num_tokens (without padding), num_loss_tokens (targets), fill (tokens / cells); and as epoch that
-    of the data. `include_num_input_tokens_seen="non_padding"` counts the same tokens.
+    is whole, see `newest_checkpoint`. Logs hold the totals of all processes since the stream began: num_tokens (without
+    padding), num_loss_tokens (targets), fill (tokens / cells); and as epoch that of the data.
+    `include_num_input_tokens_seen="non_padding"` counts the same tokens.
 
     `eval_dataset` is a finite PackedDataset or PackedLoader (or a dict of them): each example counts once whatever the
     number of processes, and the loss is the mean over all targets. Other datasets are left to the Trainer.

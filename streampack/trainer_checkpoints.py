@@ -19,12 +19,10 @@ def newest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
     A process that is killed while it saves leaves part of a checkpoint, which `get_last_checkpoint` of Transformers
     takes for the newest one. The Trainer writes trainer_state.json last: where that can be read, the rest is there.
     """
-    found = {
-        int(name[1]): str(folder)
-        for folder in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-        if (name := re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", folder.name)) and _is_whole(folder)
-    }
-    return found[max(found)] if found else None
+    names = (re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", folder.name) for folder in Path(output_dir).glob("*"))
+    steps = sorted((int(name[1]) for name in names if name), reverse=True)
+    folders = (checkpoint_folder(os.fspath(output_dir), step) for step in steps)
+    return next(filter(_is_whole, folders), None)
 
 
 def checkpoint_folder(output_dir: str, step: int) -> str:
@@ -53,9 +51,9 @@ def load_stream_of(folder: str, loader: PackedLoader) -> None:
         ) from error
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_whole(folder: str) -> bool:
     try:
-        json.loads((folder / TRAINER_STATE_NAME).read_bytes())
+        json.loads(Path(folder, TRAINER_STATE_NAME).read_bytes())
     except (FileNotFoundError, NotADirectoryError, ValueError):  # not written yet; no checkpoint; not to its end
         return False
     return True
